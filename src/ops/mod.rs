@@ -1,0 +1,21 @@
+//! Ops on candle tensors. They know tensors and nothing about models.
+//!
+//! Each op is one file: a public function that checks its input, a fast CPU path, a Metal path, and a plain
+//! `reference` in tensor ops that serves as the oracle. Every op returns its input's dtype, sums in f32 or exact
+//! integers, and gives row `r` of an `M`-row call the bits that the same row gets alone.
+
+pub mod affine_matmul;
+pub mod attention;
+mod check;
+mod context;
+pub mod gated_delta;
+pub mod rms_norm;
+pub mod rope;
+pub mod routes;
+
+pub use affine_matmul::{gate_up_silu, matmul, matmul_grouped};
+pub use attention::attention;
+pub use context::Context;
+pub use gated_delta::gated_delta;
+pub use rms_norm::{rms_norm, rms_norm_gated};
+pub use rope::rope;
