@@ -1,1 +1,16 @@
-//! The Qwen3.5 model.
+//! The Qwen3.5 model family: packed rows with a position each, any number of sequences in one pass.
+
+mod attention;
+mod cache;
+pub mod checkpoint;
+pub mod config;
+mod gated_delta_net;
+mod layer;
+mod mlp;
+mod model;
+mod mtp;
+mod weights;
+
+pub use crate::ops::gated_delta::Keep;
+pub use cache::{Cache, Mark};
+pub use model::{Capture, DraftRows, LoadOptions, Model, Rows};

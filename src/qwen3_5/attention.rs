@@ -1,0 +1,100 @@
+//! Gated full attention: per-head normalised queries and keys, partial RoPE, a sigmoid gate on the output.
+
+use candle_core::{Tensor, D};
+
+use crate::error::Result;
+use crate::ops::affine_matmul::Weight;
+use crate::ops::rope::Rope;
+use crate::ops::{self, Context};
+
+use super::cache::KeyValues;
+use super::config::TextConfig;
+use super::weights::Scope;
+
+pub(crate) struct Attention {
+    q: Weight,
+    k: Weight,
+    v: Weight,
+    o: Weight,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    eps: f64,
+}
+
+/// One sequence's rows of a pass, as an attention layer sees them.
+pub(crate) struct Span<'a> {
+    pub(crate) key_values: &'a mut KeyValues,
+    /// Slots filled before this pass.
+    pub(crate) filled: usize,
+    pub(crate) rows: usize,
+}
+
+impl Attention {
+    pub(crate) fn load(scope: &Scope, config: &TextConfig) -> Result<Self> {
+        let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
+        let (dim, hidden) = (config.head_dim, config.hidden_size);
+        Ok(Self {
+            q: scope.linear("q_proj", 2 * heads * dim, hidden)?,
+            k: scope.linear("k_proj", kv_heads * dim, hidden)?,
+            v: scope.linear("v_proj", kv_heads * dim, hidden)?,
+            o: scope.linear("o_proj", hidden, heads * dim)?,
+            q_norm: scope.norm("q_norm", dim)?,
+            k_norm: scope.norm("k_norm", dim)?,
+            heads,
+            kv_heads,
+            head_dim: dim,
+            eps: config.rms_norm_eps,
+        })
+    }
+
+    pub(crate) fn weights(&self) -> [&Weight; 4] {
+        [&self.q, &self.k, &self.v, &self.o]
+    }
+
+    /// `x` is `[rows, hidden]`; the spans' rows follow each other. `queries` receives the rotated queries.
+    pub(crate) fn forward(
+        &self,
+        cx: &Context,
+        x: &Tensor,
+        positions: &Tensor,
+        rope: &Rope,
+        spans: &mut [Span],
+        queries: Option<&mut Vec<Tensor>>,
+    ) -> Result<Tensor> {
+        let rows = x.dim(0)?;
+        let projected = ops::matmul_grouped(cx, x, &[&self.q, &self.k, &self.v])?;
+        // Per head: the query, then its gate.
+        let q_gate = projected[0].reshape((rows, self.heads, 2 * self.head_dim))?;
+        let q = q_gate.narrow(2, 0, self.head_dim)?;
+        let gate = q_gate.narrow(2, self.head_dim, self.head_dim)?;
+        let k = projected[1].reshape((rows, self.kv_heads, self.head_dim))?;
+        let v = projected[2].reshape((rows, self.kv_heads, self.head_dim))?;
+        let q = ops::rms_norm(cx, &q, &self.q_norm, self.eps)?;
+        let k = ops::rms_norm(cx, &k, &self.k_norm, self.eps)?;
+        let q = ops::rope(cx, &q, positions, rope)?;
+        let k = ops::rope(cx, &k, positions, rope)?;
+        let scale = (self.head_dim as f32).powf(-0.5);
+        let mut start = 0;
+        let mut outs = Vec::with_capacity(spans.len());
+        for span in spans {
+            let part = |t: &Tensor| t.narrow(0, start, span.rows);
+            span.key_values.write(&part(&k)?, &part(&v)?, span.filled)?;
+            let (keys, values) = (span.key_values.keys(), span.key_values.values());
+            let len = span.filled + span.rows;
+            outs.push(ops::attention(cx, &part(&q)?, keys, values, len, scale)?);
+            start += span.rows;
+        }
+        let out = match outs.len() {
+            1 => outs.remove(0),
+            _ => Tensor::cat(&outs, 0)?,
+        };
+        if let Some(queries) = queries {
+            queries.push(q);
+        }
+        let gated = (out * candle_nn::ops::sigmoid(&gate.contiguous()?)?)?;
+        ops::matmul(cx, &gated.flatten_from(D::Minus2)?, &self.o)
+    }
+}

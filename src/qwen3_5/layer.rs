@@ -1,0 +1,68 @@
+//! A decoder layer: a mixer and a feed-forward layer, each behind a norm and added to the residual stream.
+
+use candle_core::Tensor;
+
+use crate::error::Result;
+use crate::ops::affine_matmul::Weight;
+use crate::ops::{self, Context};
+
+use super::attention::Attention;
+use super::config::{LayerType, TextConfig};
+use super::gated_delta_net::GatedDeltaNet;
+use super::mlp::Mlp;
+use super::weights::Scope;
+
+pub(crate) enum Mixer {
+    Attention(Attention),
+    Delta(GatedDeltaNet),
+}
+
+pub(crate) struct Layer {
+    input_norm: Tensor,
+    pub(crate) mixer: Mixer,
+    post_norm: Tensor,
+    mlp: Mlp,
+    eps: f64,
+}
+
+impl Layer {
+    pub(crate) fn load(scope: &Scope, kind: LayerType, config: &TextConfig) -> Result<Self> {
+        let mixer = match kind {
+            LayerType::FullAttention => {
+                Mixer::Attention(Attention::load(&scope.pp("self_attn"), config)?)
+            }
+            LayerType::LinearAttention => {
+                Mixer::Delta(GatedDeltaNet::load(&scope.pp("linear_attn"), config)?)
+            }
+        };
+        Ok(Self {
+            input_norm: scope.norm("input_layernorm", config.hidden_size)?,
+            mixer,
+            post_norm: scope.norm("post_attention_layernorm", config.hidden_size)?,
+            mlp: Mlp::load(&scope.pp("mlp"), config)?,
+            eps: config.rms_norm_eps,
+        })
+    }
+
+    /// Runs the layer; `mix` runs its mixer on the normalised rows.
+    pub(crate) fn forward(
+        &self,
+        cx: &Context,
+        x: &Tensor,
+        mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let normed = ops::rms_norm(cx, x, &self.input_norm, self.eps)?;
+        let x = (x + mix(&self.mixer, &normed)?)?;
+        let normed = ops::rms_norm(cx, &x, &self.post_norm, self.eps)?;
+        Ok((&x + self.mlp.forward(cx, &normed)?)?)
+    }
+
+    pub(crate) fn size_bytes(&self) -> usize {
+        let sum = |weights: &[&Weight]| weights.iter().map(|w| w.size_bytes()).sum::<usize>();
+        let mixer = match &self.mixer {
+            Mixer::Attention(m) => sum(&m.weights()),
+            Mixer::Delta(m) => sum(&m.weights()),
+        };
+        mixer + sum(&self.mlp.weights())
+    }
+}

@@ -1,0 +1,336 @@
+//! The model: packed rows in, hidden states and logits out.
+
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::error::{Error, Result};
+use crate::ops::affine_matmul::Weight;
+use crate::ops::gated_delta::Keep;
+use crate::ops::rope::Rope;
+use crate::ops::{self, Context};
+
+use super::cache::{Cache, LayerCache};
+use super::checkpoint::Checkpoint;
+use super::config::{Config, TextConfig};
+use super::layer::{Layer, Mixer};
+use super::mtp::DraftHead;
+use super::weights::Weights;
+use super::{attention, gated_delta_net};
+
+/// How a model is loaded.
+#[derive(Clone, Debug)]
+pub struct LoadOptions {
+    /// Where it runs.
+    pub device: Device,
+    /// The dtype of its activations and of its key/value caches: f32, bf16 or f16.
+    pub dtype: DType,
+    /// Whether to load the draft head, where the checkpoint has one.
+    pub mtp: bool,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        Self {
+            device: Device::Cpu,
+            dtype: DType::F32,
+            mtp: true,
+        }
+    }
+}
+
+/// A Qwen3.5 text model with its draft head.
+pub struct Model {
+    config: TextConfig,
+    embedding: Weight,
+    layers: Vec<Layer>,
+    norm: Tensor,
+    lm_head: Option<Weight>,
+    head: Option<DraftHead>,
+    rope: Rope,
+    device: Device,
+    dtype: DType,
+}
+
+/// One sequence's rows of a pass.
+pub struct Rows<'a> {
+    /// The sequence's cache.
+    pub cache: &'a mut Cache,
+    /// A token per row.
+    pub tokens: &'a [u32],
+    /// A position per row: where the token stands in the prompt, whatever was left out before it.
+    pub positions: &'a [u32],
+    /// Whether the rows are committed at once or stay pending.
+    pub keep: Keep,
+}
+
+/// One sequence's rows of a pass through the draft head.
+pub struct DraftRows<'a> {
+    /// The sequence's cache.
+    pub cache: &'a mut Cache,
+    /// Per row the token that comes after it.
+    pub tokens: &'a [u32],
+    /// Per row the hidden state, `[rows, hidden]`: the trunk's after its final norm, or the head's own output.
+    pub hidden: &'a Tensor,
+    /// Per row the position of the trunk's row.
+    pub positions: &'a [u32],
+}
+
+/// What a pass records beside its result.
+#[derive(Debug, Default)]
+pub struct Capture {
+    /// Per full-attention layer the queries after normalisation and RoPE, `[rows, heads, head_dim]`.
+    pub queries: Vec<Tensor>,
+}
+
+impl Model {
+    /// Loads a model from a folder: Hugging Face (bf16 and such) or MLX affine.
+    pub fn load(dir: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
+        let dir = dir.as_ref();
+        let config = Config::read(dir)?;
+        let checkpoint = Checkpoint::open(dir)?;
+        Self::from_checkpoint(&config, &checkpoint, options)
+    }
+
+    /// Loads a model from an open checkpoint.
+    pub fn from_checkpoint(
+        config: &Config,
+        checkpoint: &Checkpoint,
+        options: &LoadOptions,
+    ) -> Result<Self> {
+        if !matches!(options.dtype, DType::F32 | DType::BF16 | DType::F16) {
+            return Err(Error::Option {
+                name: "dtype",
+                what: format!("{:?} is not f32, bf16 or f16", options.dtype),
+            });
+        }
+        let weights = Weights::new(checkpoint, config, &options.device)?;
+        let text = &config.text;
+        if text.moe.is_some() {
+            return Err(Error::config(
+                checkpoint.dir().join("config.json"),
+                "mixture-of-experts models are not supported yet",
+            ));
+        }
+        let trunk = weights.trunk();
+        let layers = trunk.pp("layers");
+        let layer = |(i, kind): (usize, &_)| Layer::load(&layers.pp(&i.to_string()), *kind, text);
+        let head = match weights.draft() {
+            Some(scope) if options.mtp => Some(DraftHead::load(&scope, text)?),
+            _ => None,
+        };
+        let promised = options.mtp && text.mtp_num_hidden_layers > 0;
+        if promised && head.is_none() {
+            tracing::warn!(
+                "config.json promises an MTP head, but the checkpoint has no mtp.* tensors: decoding goes on without one"
+            );
+        }
+
+        Ok(Self {
+            embedding: trunk.linear("embed_tokens", text.vocab_size, text.hidden_size)?,
+            layers: text
+                .layer_types
+                .iter()
+                .enumerate()
+                .map(layer)
+                .collect::<Result<_>>()?,
+            norm: trunk.norm("norm", text.hidden_size)?,
+            lm_head: weights.lm_head()?,
+            head,
+            rope: Rope::new(text.rope_theta, text.rotary_dims())?,
+            config: text.clone(),
+            device: options.device.clone(),
+            dtype: options.dtype,
+        })
+    }
+
+    /// The text model's configuration.
+    pub fn config(&self) -> &TextConfig {
+        &self.config
+    }
+
+    /// The dtype of activations.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Where the model runs.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Whether a draft head is loaded.
+    pub fn has_mtp(&self) -> bool {
+        self.head.is_some()
+    }
+
+    /// Bytes of the prepared weights that a pass reads.
+    pub fn size_bytes(&self) -> usize {
+        let head = self.lm_head.as_ref().map_or(0, Weight::size_bytes);
+        let draft = self.head.as_ref().map_or(0, DraftHead::size_bytes);
+        let layers: usize = self.layers.iter().map(Layer::size_bytes).sum();
+        self.embedding.size_bytes() + layers + head + draft
+    }
+
+    /// An empty cache for one sequence.
+    pub fn new_cache(&self) -> Result<Cache> {
+        Cache::new(&self.config, self.has_mtp(), self.dtype, &self.device)
+    }
+
+    /// Runs the rows of any number of sequences in one pass and returns the hidden state after the final norm,
+    /// `[total rows, hidden]`. Every row's result is bitwise what it is alone. Input is checked before any cache changes.
+    pub fn forward(&self, cx: &Context, batch: &mut [Rows]) -> Result<Tensor> {
+        self.pass(cx, batch, None)
+    }
+
+    /// [`Model::forward`] of one sequence, which also records the queries of every full-attention layer.
+    pub fn forward_capturing(
+        &self,
+        cx: &Context,
+        rows: Rows,
+        capture: &mut Capture,
+    ) -> Result<Tensor> {
+        capture.queries.clear();
+        self.pass(cx, &mut [rows], Some(&mut capture.queries))
+    }
+
+    fn pass(
+        &self,
+        cx: &Context,
+        batch: &mut [Rows],
+        mut queries: Option<&mut Vec<Tensor>>,
+    ) -> Result<Tensor> {
+        for rows in batch.iter() {
+            self.check_rows(rows.tokens, rows.positions)?;
+            rows.cache.ready(&self.config.layer_types)?;
+        }
+        let tokens: Vec<u32> = batch.iter().flat_map(|r| r.tokens).copied().collect();
+        let positions: Vec<u32> = batch.iter().flat_map(|r| r.positions).copied().collect();
+        let mut x = self.embed(&tokens)?;
+        let positions = Tensor::new(positions, &self.device)?;
+        batch.iter_mut().for_each(|r| r.cache.begin());
+        for (i, layer) in self.layers.iter().enumerate() {
+            x = layer.forward(cx, &x, |mixer, x| match mixer {
+                Mixer::Attention(mixer) => {
+                    let spans = batch.iter_mut().filter_map(|r| {
+                        let filled = r.cache.rows();
+                        match &mut r.cache.layers[i] {
+                            LayerCache::Attention(key_values) => Some(attention::Span {
+                                key_values,
+                                filled,
+                                rows: r.tokens.len(),
+                            }),
+                            LayerCache::Delta(_) => None,
+                        }
+                    });
+                    let mut spans: Vec<_> = spans.collect();
+                    let queries = queries.as_deref_mut();
+                    mixer.forward(cx, x, &positions, &self.rope, &mut spans, queries)
+                }
+                Mixer::Delta(mixer) => {
+                    let spans = batch
+                        .iter_mut()
+                        .filter_map(|r| match &mut r.cache.layers[i] {
+                            LayerCache::Delta(state) => Some(gated_delta_net::Span {
+                                state,
+                                rows: r.tokens.len(),
+                                keep: r.keep,
+                            }),
+                            LayerCache::Attention(_) => None,
+                        });
+                    mixer.forward(cx, x, &mut spans.collect::<Vec<_>>())
+                }
+            })?;
+        }
+        let hidden = ops::rms_norm(cx, &x, &self.norm, self.config.rms_norm_eps)?;
+        for rows in batch.iter_mut() {
+            rows.cache.finish(rows.positions, rows.keep);
+        }
+        Ok(hidden)
+    }
+
+    /// Logits `[rows, vocab]` of hidden states `[rows, hidden]`, from the trunk or from the draft head.
+    pub fn logits(&self, cx: &Context, hidden: &Tensor) -> Result<Tensor> {
+        ops::matmul(cx, hidden, self.lm_head.as_ref().unwrap_or(&self.embedding))
+    }
+
+    /// Runs rows through the draft head, appends them to its cache and returns its output after `mtp.norm`,
+    /// `[total rows, hidden]`.
+    pub fn draft(&self, cx: &Context, batch: &mut [DraftRows]) -> Result<Tensor> {
+        let Some(head) = &self.head else {
+            return Err(Error::argument("draft", "this model has no MTP head"));
+        };
+        let hidden: Vec<&Tensor> = batch.iter().map(|r| r.hidden).collect();
+        for rows in batch.iter() {
+            self.check_rows(rows.tokens, rows.positions)?;
+            let expected = [rows.tokens.len(), self.config.hidden_size];
+            if rows.hidden.dims() != expected {
+                return Err(Error::Shape {
+                    op: "draft",
+                    name: "hidden",
+                    found: rows.hidden.dims().to_vec(),
+                    expected: format!("{expected:?}"),
+                });
+            }
+            if rows.cache.draft.is_none() {
+                return Err(Error::Cache(
+                    "this cache was made without a draft head".into(),
+                ));
+            }
+        }
+        let hidden = match hidden.as_slice() {
+            [one] => (*one).clone(),
+            many => Tensor::cat(many, 0)?,
+        };
+        let tokens: Vec<u32> = batch.iter().flat_map(|r| r.tokens).copied().collect();
+        let positions: Vec<u32> = batch.iter().flat_map(|r| r.positions).copied().collect();
+        let embeddings = self.embed(&tokens)?;
+        let positions = Tensor::new(positions, &self.device)?;
+        let spans = batch.iter_mut().filter_map(|r| {
+            let filled = r.cache.draft_rows();
+            r.cache.draft.as_mut().map(|key_values| attention::Span {
+                key_values,
+                filled,
+                rows: r.tokens.len(),
+            })
+        });
+        let mut spans: Vec<_> = spans.collect();
+        let out = head.forward(cx, &embeddings, &hidden, &positions, &self.rope, &mut spans)?;
+        for rows in batch.iter_mut() {
+            rows.cache.finish_draft(rows.tokens.len());
+        }
+        Ok(out)
+    }
+
+    fn embed(&self, tokens: &[u32]) -> Result<Tensor> {
+        self.embedding.embed(tokens, self.dtype)
+    }
+
+    fn check_rows(&self, tokens: &[u32], positions: &[u32]) -> Result<()> {
+        if tokens.is_empty() {
+            return Err(Error::Prompt(
+                "empty: a pass needs at least one token".into(),
+            ));
+        }
+        if tokens.len() != positions.len() {
+            return Err(Error::Prompt(format!(
+                "{} tokens, but {} positions",
+                tokens.len(),
+                positions.len()
+            )));
+        }
+        let vocab = self.config.vocab_size;
+        if let Some(id) = tokens.iter().find(|id| **id as usize >= vocab) {
+            return Err(Error::Prompt(format!(
+                "token id {id} is outside the vocabulary of {vocab}"
+            )));
+        }
+        let limit = self.config.max_position_embeddings;
+        if let Some(p) = positions.iter().find(|p| **p as usize >= limit) {
+            return Err(Error::Prompt(format!(
+                "position {p} is past the model's {limit} positions (max_position_embeddings): shorten the prompt or max-tokens"
+            )));
+        }
+        Ok(())
+    }
+}
