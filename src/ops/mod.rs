@@ -8,6 +8,7 @@ pub mod affine_matmul;
 pub mod attention;
 mod check;
 mod context;
+mod cpu;
 pub mod gated_delta;
 pub mod rms_norm;
 pub mod rope;
