@@ -1,0 +1,222 @@
+//! The kernels with AVX2 and FMA, eight columns to a vector.
+//!
+//! `vpmaddwd` multiplies 16-bit codes by 16-bit limbs and adds pairs, exactly, so the sums are the portable ones.
+
+use std::arch::x86_64::*;
+
+use super::activations::{FixedTile, FloatTile};
+use super::packed::{planes, Affine, Dense, Float};
+use super::portable::SEGMENT;
+
+/// How far ahead codes are fetched: a row of blocks is short, and hardware prefetchers restart at each page.
+const PREFETCH_BYTES: usize = 2048;
+
+/// See [`super::portable::affine`].
+///
+/// # Safety
+/// AVX2, FMA and F16C must be there, and `out` must hold the tile's rows.
+pub(super) unsafe fn affine(
+    w: &Affine,
+    block: usize,
+    x: &FixedTile,
+    limbs: usize,
+    out: &mut [[f32; 16]],
+) {
+    macro_rules! rows {
+        ($a:literal, $b:literal) => {
+            match (limbs, x.tile.size) {
+                (1, 1) => tile::<$a, $b, 1, 1>(w, block, x, out),
+                (1, 2) => tile::<$a, $b, 2, 1>(w, block, x, out),
+                (1, 3) => tile::<$a, $b, 3, 1>(w, block, x, out),
+                (1, 4) => tile::<$a, $b, 4, 1>(w, block, x, out),
+                (1, 6) => tile::<$a, $b, 6, 1>(w, block, x, out),
+                (1, 8) => tile::<$a, $b, 8, 1>(w, block, x, out),
+                (2, 1) => tile::<$a, $b, 1, 2>(w, block, x, out),
+                (2, 2) => tile::<$a, $b, 2, 2>(w, block, x, out),
+                (2, 3) => tile::<$a, $b, 3, 2>(w, block, x, out),
+                (2, 4) => tile::<$a, $b, 4, 2>(w, block, x, out),
+                _ => super::portable::affine(w, block, x, limbs, out),
+            }
+        };
+    }
+    match planes(w.format.bits) {
+        (2, 0) => rows!(2, 0),
+        (2, 1) => rows!(2, 1),
+        (4, 0) => rows!(4, 0),
+        (4, 1) => rows!(4, 1),
+        (4, 2) => rows!(4, 2),
+        _ => rows!(8, 0),
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn tile<const A: i32, const B: i32, const R: usize, const L: usize>(
+    w: &Affine,
+    block: usize,
+    x: &FixedTile,
+    out: &mut [[f32; 16]],
+) {
+    let (pa, bits) = (A as usize, (A + B) as usize);
+    let per_lane = 16 / pa;
+    let lines_per_b = if B > 0 { pa / B as usize } else { usize::MAX };
+    let mask_a = _mm256_set1_epi16((1i16 << A).wrapping_sub(1));
+    let mask_b = _mm256_set1_epi16((1i16 << B) - 1);
+    let chunks = w.format.group_size / 32;
+    let group_bytes = w.group_lines() * 64;
+    let mut p = w.lines.as_ptr().add(block * w.block_lines()).cast::<u8>();
+    let mut y = [[_mm256_setzero_ps(); R]; 2];
+    let mut pairs = x.pairs.as_ptr();
+    let (mut steps, mut sums) = (x.steps.as_ptr(), x.sums.as_ptr());
+    for _ in 0..w.groups {
+        let mut at = 0;
+        while at < group_bytes {
+            _mm_prefetch::<_MM_HINT_T0>(p.wrapping_add(PREFETCH_BYTES + at).cast());
+            at += 64;
+        }
+        let floats = p.add(w.code_lines() * 64);
+        for (half, y) in y.iter_mut().enumerate() {
+            let mut acc = [[_mm256_setzero_si256(); R]; L];
+            let mut codes = p.add(half * 32);
+            let mut v = pairs;
+            for _ in 0..chunks {
+                let mut b = _mm256_setzero_si256();
+                for line in 0..pa {
+                    let mut a = _mm256_load_si256(codes.add(line * 64).cast());
+                    if B > 0 && line % lines_per_b == 0 {
+                        b = _mm256_load_si256(codes.add((pa + line / lines_per_b) * 64).cast());
+                    }
+                    for _ in 0..per_lane {
+                        let mut code = _mm256_and_si256(a, mask_a);
+                        a = _mm256_srli_epi16::<A>(a);
+                        if B > 0 {
+                            let high = _mm256_and_si256(b, mask_b);
+                            b = _mm256_srli_epi16::<B>(b);
+                            code = _mm256_or_si256(code, _mm256_slli_epi16::<A>(high));
+                        }
+                        for l in 0..L {
+                            for r in 0..R {
+                                let pair = _mm256_set1_epi32(*v.add(l * R + r));
+                                let product = _mm256_madd_epi16(code, pair);
+                                acc[l][r] = _mm256_add_epi32(acc[l][r], product);
+                            }
+                        }
+                        v = v.add(L * R);
+                    }
+                }
+                codes = codes.add(bits * 64);
+            }
+            let scale = load(w.float, floats, half * 8);
+            let bias = load(w.float, floats, 16 + half * 8);
+            for r in 0..R {
+                let mut dot = _mm256_cvtepi32_ps(acc[0][r]);
+                if L == 2 {
+                    let low = _mm256_cvtepi32_ps(acc[L - 1][r]);
+                    dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(256.0), low);
+                }
+                let dot = _mm256_mul_ps(dot, _mm256_set1_ps(*steps.add(r)));
+                y[r] = _mm256_fmadd_ps(scale, dot, y[r]);
+                y[r] = _mm256_fmadd_ps(bias, _mm256_set1_ps(*sums.add(r)), y[r]);
+            }
+        }
+        p = p.add(group_bytes);
+        pairs = pairs.add(w.format.group_size / 2 * L * R);
+        (steps, sums) = (steps.add(R), sums.add(R));
+    }
+    for (half, y) in y.iter().enumerate() {
+        for (out, y) in out[..R].iter_mut().zip(y) {
+            _mm256_storeu_ps(out.as_mut_ptr().add(half * 8), *y);
+        }
+    }
+}
+
+/// Eight floats from element `i` on.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn load(float: Float, p: *const u8, i: usize) -> __m256 {
+    match float {
+        Float::F32 => _mm256_loadu_ps(p.add(i * 4).cast()),
+        Float::Bf16 => {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.add(i * 2).cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        }
+        Float::F16 => _mm256_cvtph_ps(_mm_loadu_si128(p.add(i * 2).cast())),
+    }
+}
+
+/// See [`super::portable::dense`].
+///
+/// # Safety
+/// As for [`affine`].
+pub(super) unsafe fn dense(w: &Dense, block: usize, x: &FloatTile, out: &mut [[f32; 16]]) {
+    // The type is matched outside the loops.
+    macro_rules! rows {
+        ($float:expr) => {
+            match x.tile.size {
+                1 => dense_tile::<1, 2>(w, $float, block, x, out),
+                2 => dense_tile::<2, 2>(w, $float, block, x, out),
+                3 => dense_tile::<3, 1>(w, $float, block, x, out),
+                4 => dense_tile::<4, 1>(w, $float, block, x, out),
+                _ => super::portable::dense(w, block, x, out),
+            }
+        };
+    }
+    match w.float {
+        Float::F32 => rows!(Float::F32),
+        Float::Bf16 => rows!(Float::Bf16),
+        Float::F16 => rows!(Float::F16),
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn dense_tile<const R: usize, const V: usize>(
+    w: &Dense,
+    float: Float,
+    block: usize,
+    x: &FloatTile,
+    out: &mut [[f32; 16]],
+) {
+    let p = w.lines.as_ptr().add(block * w.block_lines()).cast::<u8>();
+    let row_bytes = 16 * float.size();
+    let mut y = [[[_mm256_setzero_ps(); V]; R]; 2];
+    for first in (0..w.k).step_by(SEGMENT) {
+        let end = w.k.min(first + SEGMENT);
+        for (part, y) in y.iter_mut().enumerate().take(2 / V) {
+            let mut acc = [[[_mm256_setzero_ps(); V]; R]; 2];
+            macro_rules! step {
+                ($parity:literal, $k:expr) => {
+                    let at = p.add($k * row_bytes);
+                    for v in 0..V {
+                        let weight = load(float, at, part * 8 + v * 8);
+                        for r in 0..R {
+                            let value = _mm256_set1_ps(*x.values.as_ptr().add($k * R + r));
+                            acc[$parity][r][v] = _mm256_fmadd_ps(weight, value, acc[$parity][r][v]);
+                        }
+                    }
+                };
+            }
+            let mut k = first;
+            while k + 1 < end {
+                _mm_prefetch::<_MM_HINT_T0>(p.wrapping_add(k * row_bytes + PREFETCH_BYTES).cast());
+                step!(0, k);
+                step!(1, k + 1);
+                k += 2;
+            }
+            if k < end {
+                step!(0, k);
+            }
+            for r in 0..R {
+                for v in 0..V {
+                    let sum = _mm256_add_ps(acc[0][r][v], acc[1][r][v]);
+                    y[r][v] = _mm256_add_ps(y[r][v], sum);
+                }
+            }
+        }
+    }
+    for (part, y) in y.iter().enumerate().take(2 / V) {
+        for (out, y) in out[..R].iter_mut().zip(y) {
+            for (v, y) in y.iter().enumerate() {
+                _mm256_storeu_ps(out.as_mut_ptr().add(part * 8 + v * 8), *y);
+            }
+        }
+    }
+}
