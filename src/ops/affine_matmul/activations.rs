@@ -59,7 +59,7 @@ pub(super) struct Fixed {
 impl Fixed {
     /// Of `x` `[rows, k]`; one limb is 16 bits, two are 24.
     pub(super) fn new(x: &[f32], k: usize, group_size: usize, limbs: usize) -> Self {
-        let rows = if k == 0 { 0 } else { x.len() / k };
+        let rows = x.len().checked_div(k).unwrap_or(0);
         let sizes: &[usize] = if limbs == 1 { &TILES_16 } else { &TILES_24 };
         let special = |r: &usize| x[r * k..][..k].iter().any(|v| !v.is_finite());
         let make = |tile: Tile| {
@@ -161,7 +161,7 @@ pub(super) struct FloatTile {
 
 /// Rows of `x` `[rows, k]` for plain weights.
 pub(super) fn float_tiles(x: &[f32], k: usize) -> Vec<FloatTile> {
-    let rows = if k == 0 { 0 } else { x.len() / k };
+    let rows = x.len().checked_div(k).unwrap_or(0);
     let make = |tile: Tile| {
         let mut values = vec![0.0; k * tile.size];
         for r in 0..tile.rows {

@@ -2,6 +2,9 @@
 //!
 //! `vpmaddwd` multiplies 16-bit codes by 16-bit limbs and adds pairs, exactly, so the sums are the portable ones.
 
+// Indexed loops over constant sizes unroll into registers.
+#![allow(clippy::needless_range_loop)]
+
 use std::arch::x86_64::*;
 
 use super::activations::{FixedTile, FloatTile};
