@@ -54,6 +54,42 @@ impl Attention {
         [&self.q, &self.k, &self.v, &self.o]
     }
 
+    fn keys_values(
+        &self,
+        cx: &Context,
+        projected: &[Tensor],
+        positions: &Tensor,
+        rope: &Rope,
+    ) -> Result<(Tensor, Tensor)> {
+        let shape = (projected[0].dim(0)?, self.kv_heads, self.head_dim);
+        let k = projected[0].reshape(shape)?;
+        let k = ops::rms_norm(cx, &k, &self.k_norm, self.eps)?;
+        Ok((
+            ops::rope(cx, &k, positions, rope)?,
+            projected[1].reshape(shape)?,
+        ))
+    }
+
+    /// Writes the rows' keys and values and computes nothing else.
+    pub(crate) fn prime(
+        &self,
+        cx: &Context,
+        x: &Tensor,
+        positions: &Tensor,
+        rope: &Rope,
+        spans: &mut [Span],
+    ) -> Result<()> {
+        let projected = ops::matmul_grouped(cx, x, &[&self.k, &self.v])?;
+        let (k, v) = self.keys_values(cx, &projected, positions, rope)?;
+        let mut start = 0;
+        for span in spans {
+            let part = |t: &Tensor| t.narrow(0, start, span.rows);
+            span.key_values.write(&part(&k)?, &part(&v)?, span.filled)?;
+            start += span.rows;
+        }
+        Ok(())
+    }
+
     /// `x` is `[rows, hidden]`; the spans' rows follow each other. `queries` receives the rotated queries.
     pub(crate) fn forward(
         &self,
@@ -70,12 +106,9 @@ impl Attention {
         let q_gate = projected[0].reshape((rows, self.heads, 2 * self.head_dim))?;
         let q = q_gate.narrow(2, 0, self.head_dim)?;
         let gate = q_gate.narrow(2, self.head_dim, self.head_dim)?;
-        let k = projected[1].reshape((rows, self.kv_heads, self.head_dim))?;
-        let v = projected[2].reshape((rows, self.kv_heads, self.head_dim))?;
         let q = ops::rms_norm(cx, &q, &self.q_norm, self.eps)?;
-        let k = ops::rms_norm(cx, &k, &self.k_norm, self.eps)?;
         let q = ops::rope(cx, &q, positions, rope)?;
-        let k = ops::rope(cx, &k, positions, rope)?;
+        let (k, v) = self.keys_values(cx, &projected[1..], positions, rope)?;
         let scale = (self.head_dim as f32).powf(-0.5);
         let mut start = 0;
         let mut outs = Vec::with_capacity(spans.len());

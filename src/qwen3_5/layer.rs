@@ -44,6 +44,11 @@ impl Layer {
         })
     }
 
+    /// The mixer's input.
+    pub(crate) fn normed(&self, cx: &Context, x: &Tensor) -> Result<Tensor> {
+        ops::rms_norm(cx, x, &self.input_norm, self.eps)
+    }
+
     /// Runs the layer; `mix` runs its mixer on the normalised rows.
     pub(crate) fn forward(
         &self,
@@ -51,7 +56,7 @@ impl Layer {
         x: &Tensor,
         mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let normed = ops::rms_norm(cx, x, &self.input_norm, self.eps)?;
+        let normed = self.normed(cx, x)?;
         let x = (x + mix(&self.mixer, &normed)?)?;
         let normed = ops::rms_norm(cx, &x, &self.post_norm, self.eps)?;
         Ok((&x + self.mlp.forward(cx, &normed)?)?)

@@ -257,6 +257,21 @@ impl Model {
     /// Runs rows through the draft head, appends them to its cache and returns its output after `mtp.norm`,
     /// `[total rows, hidden]`.
     pub fn draft(&self, cx: &Context, batch: &mut [DraftRows]) -> Result<Tensor> {
+        let out = self.draft_pass(cx, batch, false)?;
+        out.ok_or_else(|| Error::argument("draft", "the pass gave no rows"))
+    }
+
+    /// [`Model::draft`] for rows whose prediction nobody wants: only their keys and values are computed.
+    pub fn prime(&self, cx: &Context, batch: &mut [DraftRows]) -> Result<()> {
+        self.draft_pass(cx, batch, true).map(|_| ())
+    }
+
+    fn draft_pass(
+        &self,
+        cx: &Context,
+        batch: &mut [DraftRows],
+        keys_only: bool,
+    ) -> Result<Option<Tensor>> {
         let Some(head) = &self.head else {
             return Err(Error::argument("draft", "this model has no MTP head"));
         };
@@ -295,7 +310,14 @@ impl Model {
             })
         });
         let mut spans: Vec<_> = spans.collect();
-        let out = head.forward(cx, &embeddings, &hidden, &positions, &self.rope, &mut spans)?;
+        let x = head.combine(cx, &embeddings, &hidden)?;
+        let out = match keys_only {
+            true => {
+                head.prime(cx, &x, &positions, &self.rope, &mut spans)?;
+                None
+            }
+            false => Some(head.forward(cx, &x, &positions, &self.rope, &mut spans)?),
+        };
         for rows in batch.iter_mut() {
             rows.cache.finish_draft(rows.tokens.len());
         }

@@ -42,22 +42,50 @@ impl DraftHead {
         self.fc.size_bytes() + self.layer.size_bytes()
     }
 
-    pub(crate) fn forward(
+    /// The layer's input: `fc` of the normalised embedding and hidden state, in this order.
+    pub(crate) fn combine(
         &self,
         cx: &Context,
         embeddings: &Tensor,
         hidden: &Tensor,
+    ) -> Result<Tensor> {
+        let e = ops::rms_norm(cx, embeddings, &self.embedding_norm, self.eps)?;
+        let h = ops::rms_norm(cx, hidden, &self.hidden_norm, self.eps)?;
+        ops::matmul(cx, &Tensor::cat(&[e, h], D::Minus1)?, &self.fc)
+    }
+
+    pub(crate) fn forward(
+        &self,
+        cx: &Context,
+        x: &Tensor,
         positions: &Tensor,
         rope: &Rope,
         spans: &mut [Span],
     ) -> Result<Tensor> {
-        let e = ops::rms_norm(cx, embeddings, &self.embedding_norm, self.eps)?;
-        let h = ops::rms_norm(cx, hidden, &self.hidden_norm, self.eps)?;
-        let x = ops::matmul(cx, &Tensor::cat(&[e, h], D::Minus1)?, &self.fc)?;
-        let x = self.layer.forward(cx, &x, |mixer, x| match mixer {
+        let x = self.layer.forward(cx, x, |mixer, x| match mixer {
             Mixer::Attention(a) => a.forward(cx, x, positions, rope, spans, None),
-            Mixer::Delta(_) => Err(Error::argument("mtp", "the head's layer is not attention")),
+            Mixer::Delta(_) => Err(not_attention()),
         })?;
         ops::rms_norm(cx, &x, &self.norm, self.eps)
     }
+
+    /// Writes the rows' keys and values, bitwise those of [`DraftHead::forward`], and computes nothing else.
+    pub(crate) fn prime(
+        &self,
+        cx: &Context,
+        x: &Tensor,
+        positions: &Tensor,
+        rope: &Rope,
+        spans: &mut [Span],
+    ) -> Result<()> {
+        let x = self.layer.normed(cx, x)?;
+        match &self.layer.mixer {
+            Mixer::Attention(a) => a.prime(cx, &x, positions, rope, spans),
+            Mixer::Delta(_) => Err(not_attention()),
+        }
+    }
+}
+
+fn not_attention() -> Error {
+    Error::argument("mtp", "the head's layer is not attention")
 }

@@ -1,0 +1,238 @@
+//! Drawing a token: the argmax of filtered log-probabilities plus Gumbel noise.
+//!
+//! The noise of a token at a position comes from a counter-based generator keyed by (seed, position, token), so a draw
+//! depends on nothing else: a draft drawn with the same noise is right exactly when plain sampling would have drawn it.
+//! (Gumbel-max: argmax of `log p + G` is distributed as `p`.)
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// How tokens are drawn. Filters apply in this order: temperature, top-k, top-p, min-p.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Sampling {
+    /// 0 takes the most likely token, always; above it, logits are divided by it.
+    pub temperature: f32,
+    /// Keeps the `top_k` most likely tokens; 0 keeps all.
+    pub top_k: usize,
+    /// Keeps the smallest set of most likely tokens whose probabilities reach `top_p`; 1 keeps all.
+    pub top_p: f32,
+    /// Keeps tokens at least `min_p` times as likely as the most likely; 0 keeps all.
+    pub min_p: f32,
+    /// The same seed gives the same text.
+    pub seed: u64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            seed: 0,
+        }
+    }
+}
+
+impl Sampling {
+    /// Checks the ranges.
+    pub fn validate(&self) -> Result<()> {
+        let check = |name, ok: bool, what: String| match ok {
+            true => Ok(()),
+            false => Err(Error::Option { name, what }),
+        };
+        let t = self.temperature;
+        check(
+            "temperature",
+            t.is_finite() && t >= 0.0,
+            format!("{t} must be 0 or more"),
+        )?;
+        let p = self.top_p;
+        check(
+            "top-p",
+            p > 0.0 && p <= 1.0,
+            format!("{p} must be in (0, 1]"),
+        )?;
+        let p = self.min_p;
+        check(
+            "min-p",
+            (0.0..=1.0).contains(&p),
+            format!("{p} must be in [0, 1]"),
+        )
+    }
+
+    /// Draws the token that stands at `position`. Ties go to the lowest id; a NaN among the logits is an error.
+    pub fn draw(&self, logits: &[f32], position: u32) -> Result<u32> {
+        let best = argmax(logits)?;
+        if self.temperature == 0.0 || self.top_k == 1 {
+            return Ok(best);
+        }
+        let top = logits[best as usize];
+        let inverse = 1.0 / self.temperature;
+        let log_weight = |l: f32| (l - top) * inverse;
+        let mut kept: Vec<(u32, f32)> = logits
+            .iter()
+            .enumerate()
+            .filter(|(_, l)| **l > f32::NEG_INFINITY)
+            .map(|(i, l)| (i as u32, log_weight(*l)))
+            .collect();
+        if self.min_p > 0.0 {
+            // Relative to the most likely, so the order of filters does not matter to it.
+            let least = self.min_p.ln();
+            kept.retain(|(_, w)| *w >= least);
+        }
+        let by_weight = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+        if self.top_k > 0 && self.top_k < kept.len() {
+            kept.select_nth_unstable_by(self.top_k - 1, by_weight);
+            kept.truncate(self.top_k);
+        }
+        if self.top_p < 1.0 {
+            kept.sort_unstable_by(by_weight);
+            let total: f64 = kept.iter().map(|(_, w)| (*w as f64).exp()).sum();
+            let mut sum = 0.0;
+            let enough = kept.iter().position(|(_, w)| {
+                sum += (*w as f64).exp();
+                sum >= self.top_p as f64 * total
+            });
+            kept.truncate(enough.map_or(kept.len(), |i| i + 1));
+        }
+        let noisy = kept.iter().map(|(token, w)| {
+            let score = *w as f64 + gumbel(self.seed, position, *token);
+            (*token, score)
+        });
+        let drawn = noisy.fold((best, f64::NEG_INFINITY), |a, b| {
+            match b.1 > a.1 || (b.1 == a.1 && b.0 < a.0) {
+                true => b,
+                false => a,
+            }
+        });
+        Ok(drawn.0)
+    }
+}
+
+fn argmax(logits: &[f32]) -> Result<u32> {
+    let mut best = (0, f32::NEG_INFINITY);
+    for (i, l) in logits.iter().enumerate() {
+        if l.is_nan() {
+            let what =
+                format!("the logit of token {i} is NaN: the weights or the dtype are at fault");
+            return Err(Error::argument("sampling", what));
+        }
+        if *l > best.1 {
+            best = (i, *l);
+        }
+    }
+    Ok(best.0 as u32)
+}
+
+/// Standard Gumbel noise of a token at a position.
+fn gumbel(seed: u64, position: u32, token: u32) -> f64 {
+    let counter = (position as u64) << 32 | token as u64;
+    let bits = mix(mix(seed ^ 0x6a09_e667_f3bc_c908).wrapping_add(mix(counter)));
+    // In the open interval (0, 1).
+    let uniform = ((bits >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+    -(-uniform.ln()).ln()
+}
+
+/// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+fn mix(mut z: u64) -> u64 {
+    z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// χ² of 200,000 draws against the filtered distribution.
+    fn chi_squared(sampling: Sampling, logits: &[f32], expected: &[f64]) {
+        let draws = 200_000;
+        let mut counts = vec![0f64; logits.len()];
+        for position in 0..draws {
+            counts[sampling.draw(logits, position).unwrap() as usize] += 1.0;
+        }
+        let mut chi = 0.0;
+        for (c, p) in counts.iter().zip(expected) {
+            let e = p * draws as f64;
+            match e == 0.0 {
+                true => assert_eq!(*c, 0.0),
+                false => chi += (c - e).powi(2) / e,
+            }
+        }
+        // The 0.999 quantile for 7 degrees of freedom.
+        assert!(chi < 24.3, "{chi}: {counts:?}");
+    }
+
+    #[test]
+    fn draws_follow_the_filtered_distribution() {
+        let logits = [1.0, 0.5, -0.3, 2.0, 0.0, -1.0, f32::NEG_INFINITY, 1.5];
+        let softmax = |keep: &dyn Fn(usize) -> bool, t: f64| {
+            let w = |(i, l): (usize, &f32)| if keep(i) { (*l as f64 / t).exp() } else { 0.0 };
+            let weights: Vec<f64> = logits.iter().enumerate().map(w).collect();
+            let total: f64 = weights.iter().sum();
+            weights.iter().map(|w| w / total).collect::<Vec<_>>()
+        };
+        let base = Sampling {
+            temperature: 0.8,
+            seed: 7,
+            ..Default::default()
+        };
+        chi_squared(base, &logits, &softmax(&|_| true, 0.8));
+        let top_k = Sampling { top_k: 3, ..base };
+        chi_squared(top_k, &logits, &softmax(&|i| [3, 7, 0].contains(&i), 0.8));
+        let top_p = Sampling { top_p: 0.6, ..base };
+        chi_squared(top_p, &logits, &softmax(&|i| [3, 7].contains(&i), 0.8));
+        let min_p = Sampling { min_p: 0.2, ..base };
+        chi_squared(
+            min_p,
+            &logits,
+            &softmax(&|i| [3, 7, 0, 1].contains(&i) && i != 1 || i == 0, 0.8),
+        );
+    }
+
+    #[test]
+    fn greedy_takes_the_first_of_equals_and_refuses_nan() {
+        let s = Sampling::default();
+        assert_eq!(s.draw(&[1.0, 3.0, 3.0], 0).unwrap(), 1);
+        assert!(s
+            .draw(&[1.0, f32::NAN], 0)
+            .unwrap_err()
+            .to_string()
+            .contains("token 1 is NaN"));
+    }
+
+    #[test]
+    fn ranges_are_checked() {
+        for bad in [
+            Sampling {
+                temperature: -1.0,
+                ..Default::default()
+            },
+            Sampling {
+                temperature: f32::NAN,
+                ..Default::default()
+            },
+            Sampling {
+                top_p: 0.0,
+                ..Default::default()
+            },
+            Sampling {
+                top_p: 1.1,
+                ..Default::default()
+            },
+            Sampling {
+                min_p: -0.1,
+                ..Default::default()
+            },
+        ] {
+            assert!(
+                matches!(bad.validate(), Err(Error::Option { .. })),
+                "{bad:?}"
+            );
+        }
+    }
+}
