@@ -13,6 +13,7 @@ pub mod gated_delta;
 pub mod rms_norm;
 pub mod rope;
 pub mod routes;
+mod vector;
 
 pub use affine_matmul::{gate_up_silu, matmul, matmul_grouped};
 pub use attention::attention;
