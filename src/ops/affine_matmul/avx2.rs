@@ -151,33 +151,34 @@ unsafe fn load(float: Float, p: *const u8, i: usize) -> __m256 {
 /// # Safety
 /// As for [`affine`].
 pub(super) unsafe fn dense(w: &Dense, block: usize, x: &FloatTile, out: &mut [[f32; 16]]) {
-    // The type is matched outside the loops.
+    // The type is a constant of the loops: a match inside them costs ten times the arithmetic.
     macro_rules! rows {
-        ($float:expr) => {
+        ($float:literal) => {
             match x.tile.size {
-                1 => dense_tile::<1, 2>(w, $float, block, x, out),
-                2 => dense_tile::<2, 2>(w, $float, block, x, out),
-                3 => dense_tile::<3, 1>(w, $float, block, x, out),
-                4 => dense_tile::<4, 1>(w, $float, block, x, out),
+                1 => dense_tile::<$float, 1, 2>(w, block, x, out),
+                2 => dense_tile::<$float, 2, 2>(w, block, x, out),
+                3 => dense_tile::<$float, 3, 1>(w, block, x, out),
+                4 => dense_tile::<$float, 4, 1>(w, block, x, out),
                 _ => super::portable::dense(w, block, x, out),
             }
         };
     }
     match w.float {
-        Float::F32 => rows!(Float::F32),
-        Float::Bf16 => rows!(Float::Bf16),
-        Float::F16 => rows!(Float::F16),
+        Float::F32 => rows!(0),
+        Float::Bf16 => rows!(1),
+        Float::F16 => rows!(2),
     }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn dense_tile<const R: usize, const V: usize>(
+unsafe fn dense_tile<const FLOAT: u8, const R: usize, const V: usize>(
     w: &Dense,
-    float: Float,
     block: usize,
     x: &FloatTile,
     out: &mut [[f32; 16]],
 ) {
+    let float = [Float::F32, Float::Bf16, Float::F16][FLOAT as usize];
+    let values = x.values.as_ptr();
     let p = w.lines.as_ptr().add(block * w.block_lines()).cast::<u8>();
     let row_bytes = 16 * float.size();
     let mut y = [[[_mm256_setzero_ps(); V]; R]; 2];
@@ -191,7 +192,7 @@ unsafe fn dense_tile<const R: usize, const V: usize>(
                     for v in 0..V {
                         let weight = load(float, at, part * 8 + v * 8);
                         for r in 0..R {
-                            let value = _mm256_set1_ps(*x.values.as_ptr().add($k * R + r));
+                            let value = _mm256_set1_ps(*values.add($k * R + r));
                             acc[$parity][r][v] = _mm256_fmadd_ps(weight, value, acc[$parity][r][v]);
                         }
                     }

@@ -1,0 +1,241 @@
+//! `bench matmul`: time per pass of the affine and the plain matmul, cache-defeated, beside candle's k-quants.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use candle_core::quantized::{ggml_file, GgmlDType, QMatMul, QTensor};
+use candle_core::{DType, Device, Module, Tensor};
+use candle_specprefill::affine::AffineFormat;
+use candle_specprefill::ops::affine_matmul::policy::Isa;
+use candle_specprefill::ops::affine_matmul::Weight;
+use candle_specprefill::ops::{matmul, Context};
+use rayon::prelude::*;
+use serde_json::{json, Value};
+
+/// What to measure.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Shapes, N x K.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "4096x4096,3584x1024,1024x3584,17408x5120"
+    )]
+    shapes: Vec<String>,
+    /// Rows of x.
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16")]
+    m: Vec<usize>,
+    /// Bits of a code.
+    #[arg(long, default_value_t = 4)]
+    bits: usize,
+    /// Codes that share a scale.
+    #[arg(long, default_value_t = 64)]
+    group: usize,
+    /// Megabytes of weights to rotate over: more than the last-level cache.
+    #[arg(long, default_value_t = 320)]
+    rotate_mb: usize,
+    /// Seconds per line.
+    #[arg(long, default_value_t = 0.4)]
+    seconds: f64,
+    /// Print one JSON object instead of the table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the measurement and prints it.
+pub fn run(args: &Args) -> Result<()> {
+    let bandwidth = read_bandwidth();
+    let isa = format!("{:?}", Isa::best());
+    let threads = rayon::current_num_threads();
+    if !args.json {
+        println!(
+            "{isa}, {threads} threads, read bandwidth {:.1} GB/s",
+            bandwidth / 1e9
+        );
+    }
+    let (mut rows, mut peers) = (vec![], vec![]);
+    for shape in &args.shapes {
+        let parsed = shape.split_once('x').map(|(n, k)| (n.parse(), k.parse()));
+        let Some((Ok(n), Ok(k))) = parsed else {
+            anyhow::bail!("shape {shape}: expected N x K, like 4096x4096");
+        };
+        let bench = Bench {
+            args,
+            n,
+            k,
+            bandwidth,
+        };
+        bench.affine(&mut rows)?;
+        bench.plain(&mut rows)?;
+        bench.candle(GgmlDType::Q4K, &mut peers)?;
+        bench.candle(GgmlDType::Q8_0, &mut peers)?;
+    }
+    if args.json {
+        let all = json!({"isa": isa, "threads": threads, "read_gb_per_s": bandwidth / 1e9, "rows": rows, "peers": peers});
+        println!("{all}");
+    }
+    Ok(())
+}
+
+struct Bench<'a> {
+    args: &'a Args,
+    n: usize,
+    k: usize,
+    bandwidth: f64,
+}
+
+impl Bench<'_> {
+    fn copies(&self, bytes: usize) -> usize {
+        (self.args.rotate_mb << 20).div_ceil(bytes.max(1)).max(2)
+    }
+
+    /// Median seconds of `pass(copy)`, every copy read once before any is read again.
+    fn median(&self, copies: usize, mut pass: impl FnMut(usize) -> Result<()>) -> Result<f64> {
+        for copy in 0..copies.min(3) {
+            pass(copy)?;
+        }
+        let (start, mut times) = (Instant::now(), vec![]);
+        while times.len() < 5 || start.elapsed().as_secs_f64() < self.args.seconds {
+            let t = Instant::now();
+            pass((times.len() + 3) % copies)?;
+            times.push(t.elapsed().as_secs_f64());
+        }
+        times.sort_by(f64::total_cmp);
+        Ok(times[times.len() / 2])
+    }
+
+    fn x(&self, m: usize, dtype: DType) -> Result<Tensor> {
+        Ok(Tensor::randn(0f32, 1.0, (m, self.k), &Device::Cpu)?.to_dtype(dtype)?)
+    }
+
+    fn line(
+        &self,
+        name: &str,
+        m: usize,
+        dtype: DType,
+        time: f64,
+        first: f64,
+        bytes: usize,
+    ) -> Value {
+        let rate = bytes as f64 / time;
+        if !self.args.json {
+            println!(
+                "{:>6}x{:<6} {name:<12} {:<5} M={m:<4} {:8.3} ms {:6.1} GB/s  share {:.2}  c {:.2}",
+                self.n,
+                self.k,
+                dtype.as_str(),
+                time * 1e3,
+                rate / 1e9,
+                rate / self.bandwidth,
+                time / first
+            );
+        }
+        json!({"name": name, "n": self.n, "k": self.k, "m": m, "dtype": dtype.as_str(), "time_s": time,
+            "gb_per_s": rate / 1e9, "bandwidth_share": rate / self.bandwidth, "ratio_to_m1": time / first})
+    }
+
+    fn weights(
+        &self,
+        name: &str,
+        weight: Weight,
+        dtypes: &[DType],
+        rows: &mut Vec<Value>,
+    ) -> Result<()> {
+        let bytes = weight.size_bytes();
+        let weights = vec![weight; self.copies(bytes)];
+        let cx = Context::default();
+        for dtype in dtypes {
+            let mut first = None;
+            for m in &self.args.m {
+                let x = self.x(*m, *dtype)?;
+                let time = self.median(weights.len(), |i| {
+                    matmul(&cx, &x, &weights[i])?;
+                    Ok(())
+                })?;
+                let first = *first.get_or_insert(time);
+                let mut row = self.line(name, *m, *dtype, time, first, bytes);
+                if let Some(format) = weights[0].format() {
+                    row["bits"] = format.bits.into();
+                    row["group"] = format.group_size.into();
+                }
+                rows.push(row);
+            }
+        }
+        Ok(())
+    }
+
+    fn affine(&self, rows: &mut Vec<Value>) -> Result<()> {
+        let format = AffineFormat::new(self.args.bits, self.args.group)?;
+        let (words, groups) = (self.k * format.bits / 32, self.k / format.group_size);
+        let mut word = 1u32;
+        let codes: Vec<u32> = std::iter::repeat_with(|| {
+            word = word.wrapping_mul(1664525).wrapping_add(1013904223);
+            word ^ word >> 15
+        })
+        .take(self.n * words)
+        .collect();
+        let codes = Tensor::from_vec(codes, (self.n, words), &Device::Cpu)?;
+        let floats =
+            |s| Tensor::randn(0f32, s, (self.n, groups), &Device::Cpu)?.to_dtype(DType::BF16);
+        let weight = Weight::affine(&codes, &floats(0.01)?, &floats(0.1)?, format, &Device::Cpu)?;
+        let name = format!("affine{}", self.args.bits);
+        self.weights(&name, weight, &[DType::BF16, DType::F32], rows)
+    }
+
+    fn plain(&self, rows: &mut Vec<Value>) -> Result<()> {
+        let w = Tensor::randn(0f32, 0.02, (self.n, self.k), &Device::Cpu)?.to_dtype(DType::BF16)?;
+        self.weights(
+            "bf16",
+            Weight::dense(&w, &Device::Cpu)?,
+            &[DType::BF16],
+            rows,
+        )
+    }
+
+    fn candle(&self, dtype: GgmlDType, peers: &mut Vec<Value>) -> Result<()> {
+        if self.k % dtype.block_size() != 0 {
+            return Ok(());
+        }
+        let w = Tensor::randn(0f32, 0.02, (self.n, self.k), &Device::Cpu)?;
+        let data = QTensor::quantize(&w, dtype)?.data()?.into_owned();
+        let make = |_| -> Result<QMatMul> {
+            let w = ggml_file::qtensor_from_ggml(dtype, &data, vec![self.n, self.k], &Device::Cpu)?;
+            Ok(QMatMul::from_qtensor(w)?)
+        };
+        let weights = (0..self.copies(data.len()))
+            .map(make)
+            .collect::<Result<Vec<_>>>()?;
+        // candle repacks a weight at its first use.
+        for w in &weights {
+            w.forward(&self.x(1, DType::F32)?)?;
+        }
+        let mut first = None;
+        for m in &self.args.m {
+            let x = self.x(*m, DType::F32)?;
+            let time = self.median(weights.len(), |i| {
+                weights[i].forward(&x)?;
+                Ok(())
+            })?;
+            let first = *first.get_or_insert(time);
+            let name = format!("candle {dtype:?}");
+            peers.push(self.line(&name, *m, DType::F32, time, first, data.len()));
+        }
+        Ok(())
+    }
+}
+
+/// Bytes per second that all threads read from memory.
+fn read_bandwidth() -> f64 {
+    let data = vec![1u64; 48 << 20];
+    let pass = || {
+        let t = Instant::now();
+        let chunk = data.len() / rayon::current_num_threads();
+        let sum: u64 = data
+            .par_chunks(chunk)
+            .map(|c| c.iter().fold(0, |a: u64, b| a.wrapping_add(*b)))
+            .sum();
+        std::hint::black_box(sum);
+        data.len() as f64 * 8.0 / t.elapsed().as_secs_f64()
+    };
+    (0..5).map(|_| pass()).fold(0.0, f64::max)
+}
