@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use candle_core::{safetensors, DType, Device, Tensor, D};
 use candle_specprefill::affine::{dequantize, AffineFormat};
 use candle_specprefill::ops::affine_matmul::policy::{choose, Call, Isa};
-use candle_specprefill::ops::affine_matmul::{matmul_on, reference, Weight};
+use candle_specprefill::ops::affine_matmul::{matmul_gathered, matmul_on, reference, Weight};
 use candle_specprefill::ops::{gate_up_silu, matmul, matmul_grouped, Context};
 use candle_specprefill::Error;
 
@@ -352,6 +352,49 @@ fn mlx_goldens() {
         }
         assert!(seen >= 3, "{seen} goldens of {bits} bits");
     }
+}
+
+#[test]
+fn gathered_experts_equal_mlx_and_single_calls() {
+    let cx = Context::default();
+    let t = golden("gather_qmm");
+    let format = AffineFormat::new(4, 64).unwrap();
+    let part = |name: &str, e: usize| t[name].get(e).unwrap();
+    let weight = |e| {
+        let (codes, scales, biases) = (part("wq", e), part("scales", e), part("biases", e));
+        Weight::affine(&codes, &scales, &biases, format, &Device::Cpu).unwrap()
+    };
+    let experts: Vec<Weight> = (0..4).map(weight).collect();
+    let experts: Vec<&Weight> = experts.iter().collect();
+    let choices = t["inds"].flatten_all().unwrap().to_vec1::<u32>().unwrap();
+    let x = t["x"]
+        .reshape((5, 128))
+        .unwrap()
+        .to_dtype(DType::BF16)
+        .unwrap();
+    let y = matmul_gathered(&cx, &x, &experts, &choices).unwrap();
+    assert_eq!(y.dims(), [5, 2, 32]);
+    for (at, expert) in choices.iter().enumerate() {
+        let alone = matmul(
+            &cx,
+            &x.narrow(0, at / 2, 1).unwrap(),
+            experts[*expert as usize],
+        )
+        .unwrap();
+        assert_eq!(
+            bits_of(&y.get(at / 2).unwrap().get(at % 2).unwrap()),
+            bits_of(&alone)
+        );
+    }
+    // MLX's CPU kernel accumulates in bf16, so its own error is the larger one.
+    let theirs = t["y"]
+        .reshape((5, 2, 32))
+        .unwrap()
+        .to_dtype(DType::F64)
+        .unwrap();
+    assert!(nmse(&y, &theirs) < 1e-3);
+    assert!(matmul_gathered(&cx, &x, &experts, &choices[1..]).is_err());
+    assert!(matmul_gathered(&cx, &x, &experts, &[4; 5]).is_err());
 }
 
 #[test]

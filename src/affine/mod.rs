@@ -3,9 +3,13 @@
 //! A row of codes is a little-endian bit stream: code `i` occupies bits `[i*bits, (i+1)*bits)` counted from the low bit
 //! of byte 0; the stored u32 words are that stream read little-endian. Scales may have either sign.
 
+mod quantize;
+
 use candle_core::{DType, Tensor};
 
 use crate::error::{Error, Result};
+
+pub use quantize::{quantize, Quantized};
 
 const OP: &str = "affine";
 

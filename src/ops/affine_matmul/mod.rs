@@ -263,6 +263,69 @@ pub fn matmul_grouped(cx: &Context, x: &Tensor, weights: &[&Weight]) -> Result<V
     weights.iter().map(|w| shared.project(cx, w)).collect()
 }
 
+/// Each row of `x` `[rows, k]` times the experts chosen for it: `choices` is `[rows][top]`, flat, the result `[rows, top, n]`,
+/// every row bitwise what [`matmul`] gives. An expert's weight is read once for all rows that chose it.
+pub fn matmul_gathered(
+    cx: &Context,
+    x: &Tensor,
+    experts: &[&Weight],
+    choices: &[u32],
+) -> Result<Tensor> {
+    check::activation(OP, "x", x)?;
+    check::shape(OP, "x", x, &[None, None])?;
+    let rows = x.dim(0)?;
+    let top = choices.len().checked_div(rows).unwrap_or(0);
+    if choices.len() != rows * top || experts.is_empty() {
+        return Err(Error::argument(
+            OP,
+            format!(
+                "{} choices of {} experts for {rows} rows",
+                choices.len(),
+                experts.len()
+            ),
+        ));
+    }
+    let n = experts[0].n;
+    let mut by_expert = vec![vec![]; experts.len()];
+    for (at, expert) in choices.iter().enumerate() {
+        match by_expert.get_mut(*expert as usize) {
+            Some(places) => places.push(at as u32),
+            None => {
+                return Err(Error::argument(
+                    OP,
+                    format!("expert {expert} of {}", experts.len()),
+                ))
+            }
+        }
+    }
+    let (mut parts, mut place_of) = (vec![], vec![0u32; choices.len()]);
+    let mut placed = 0;
+    for (expert, places) in experts.iter().zip(&by_expert) {
+        if expert.n != n {
+            return Err(Error::argument(
+                OP,
+                format!("experts of {n} and of {} columns", expert.n),
+            ));
+        }
+        if places.is_empty() {
+            continue;
+        }
+        let own: Vec<u32> = places.iter().map(|at| at / top as u32).collect();
+        let own = x.index_select(&Tensor::new(own, x.device())?, 0)?;
+        parts.push(matmul(cx, &own, expert)?);
+        for at in places {
+            place_of[*at as usize] = placed;
+            placed += 1;
+        }
+    }
+    if parts.is_empty() {
+        return Ok(Tensor::zeros((rows, top, n), x.dtype(), x.device())?);
+    }
+    let order = Tensor::new(place_of, x.device())?;
+    let y = Tensor::cat(&parts, 0)?.index_select(&order, 0)?;
+    Ok(y.reshape((rows, top, n))?)
+}
+
 /// `silu(x · Gᵀ) * (x · Uᵀ)`: bitwise the unfused form (both products rounded to `x`'s dtype, then f32 inside, rounded once).
 pub fn gate_up_silu(cx: &Context, x: &Tensor, gate: &Weight, up: &Weight) -> Result<Tensor> {
     let mut shared = Shared::new(x, Isa::best())?;
