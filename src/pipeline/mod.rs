@@ -1,1 +1,37 @@
-//! To be written.
+//! From a prompt to a stream of text: tokenizer, chat template, SpecPrefill, MTP decoding, usage.
+//!
+//! Needs the feature `chat`.
+
+mod events;
+mod message;
+mod options;
+mod usage;
+
+#[cfg(feature = "chat")]
+mod builder;
+#[cfg(feature = "chat")]
+mod generation;
+#[cfg(feature = "chat")]
+mod generation_config;
+#[cfg(feature = "chat")]
+mod json;
+#[cfg(feature = "chat")]
+mod template;
+#[cfg(feature = "chat")]
+mod tokenizer;
+
+pub use events::{Event, Stage};
+pub use message::{Message, Prompt};
+pub use options::GenerateOptions;
+pub use usage::{FinishReason, MtpUsage, SpecPrefillUsage, Usage};
+
+#[cfg(feature = "chat")]
+pub use builder::{Builder, SpecPrefillPipeline};
+#[cfg(feature = "chat")]
+pub use generation::Generation;
+#[cfg(feature = "chat")]
+pub use generation_config::GenerationConfig;
+#[cfg(feature = "chat")]
+pub use template::ChatTemplate;
+#[cfg(feature = "chat")]
+pub use tokenizer::{StreamDecoder, TextTokenizer};

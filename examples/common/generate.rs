@@ -1,0 +1,229 @@
+//! The example `generate`, callable from tests.
+
+use std::ffi::OsString;
+use std::io::Write;
+
+use anyhow::Result;
+use candle_specprefill::pipeline::{
+    Event, GenerateOptions, Message, SpecPrefillPipeline, Stage, Usage,
+};
+use clap::Parser;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+
+use super::{GenerateArgs, ModelArgs, PromptArgs};
+
+/// Answers a prompt: SpecPrefill reads it, MTP decoding streams the answer, a summary says what it cost.
+#[derive(Parser, Debug)]
+#[command(name = "generate")]
+pub struct Cli {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    prompt: PromptArgs,
+    #[command(flatten)]
+    generate: GenerateArgs,
+    /// Also answer with SpecPrefill and MTP off, and show the numbers side by side
+    #[arg(long)]
+    compare: bool,
+    /// Print one JSON object on standard output, everything else on standard error
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Answer {
+    text: String,
+    token_ids: Vec<u32>,
+    #[serde(flatten)]
+    usage: Usage,
+}
+
+#[derive(Serialize)]
+struct Report {
+    #[serde(flatten)]
+    answer: Answer,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    compare: Option<Answer>,
+}
+
+/// Runs the example and returns its exit status: 0 an answer, 1 an error, 2 bad arguments.
+pub fn run<I, T>(args: I, out: &mut dyn Write, err: &mut dyn Write) -> u8
+where
+    I: IntoIterator<Item = T>,
+    T: Into<OsString> + Clone,
+{
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(error) if !error.use_stderr() => {
+            let _ = write!(out, "{error}");
+            return 0;
+        }
+        Err(error) => {
+            // clap's first paragraph says what is wrong; the rest repeats the usage.
+            let text = error.to_string();
+            let lines: Vec<&str> = text.split("\n\n").next().unwrap_or(&text).lines().collect();
+            let line = lines
+                .iter()
+                .map(|line| line.trim())
+                .collect::<Vec<_>>()
+                .join(" ");
+            let _ = writeln!(err, "{line} (see --help)");
+            return 2;
+        }
+    };
+    let options = cli.generate.options();
+    if let Err(error) = options.validate() {
+        let _ = writeln!(err, "error: {error} (see --help)");
+        return 2;
+    }
+    match answer(&cli, &options, out, err) {
+        Ok(()) => 0,
+        Err(error) => {
+            let _ = writeln!(err, "error: {}", format!("{error:#}").replace('\n', " "));
+            1
+        }
+    }
+}
+
+fn answer(
+    cli: &Cli,
+    options: &GenerateOptions,
+    out: &mut dyn Write,
+    err: &mut dyn Write,
+) -> Result<()> {
+    let messages = cli.prompt.messages()?;
+    let pipeline = cli.model.load()?;
+    let mut sink = std::io::sink();
+    let stream: &mut dyn Write = if cli.json { &mut sink } else { &mut *out };
+    let answer = generate(&pipeline, &messages, options, stream)?;
+    let compare = if cli.compare {
+        let mut plain = options.clone();
+        plain.specprefill.enabled = false;
+        plain.mtp_depth = 0;
+        Some(generate(
+            &pipeline,
+            &messages,
+            &plain,
+            &mut std::io::sink(),
+        )?)
+    } else {
+        None
+    };
+    if cli.json {
+        let report = Report { answer, compare };
+        writeln!(out, "{}", serde_json::to_string(&report)?)?;
+    } else {
+        out.flush()?;
+        summary(&answer, compare.as_ref(), err)?;
+    }
+    Ok(())
+}
+
+fn generate(
+    pipeline: &SpecPrefillPipeline,
+    messages: &[Message],
+    options: &GenerateOptions,
+    stream: &mut dyn Write,
+) -> Result<Answer> {
+    // Draws on standard error, and only when that is a terminal.
+    let bar = ProgressBar::no_length().with_style(ProgressStyle::with_template(
+        "{msg} {bar:30} {pos}/{len} tokens, {elapsed}",
+    )?);
+    let (mut text, mut token_ids) = (String::new(), Vec::new());
+    for event in pipeline.generate(messages, options)? {
+        match event? {
+            Event::Progress { stage, done, total } => {
+                bar.set_message(match stage {
+                    Stage::Scoring => "draft reads the prompt",
+                    _ => "target reads the prompt",
+                });
+                bar.set_length(total as u64);
+                bar.set_position(done as u64);
+            }
+            Event::Text {
+                text: more,
+                token_ids: ids,
+            } => {
+                bar.finish_and_clear();
+                write!(stream, "{more}")?;
+                stream.flush()?;
+                text.push_str(&more);
+                token_ids.extend(ids);
+            }
+            Event::Finished(usage) => {
+                writeln!(stream)?;
+                return Ok(Answer {
+                    text,
+                    token_ids,
+                    usage: *usage,
+                });
+            }
+            _ => {}
+        }
+    }
+    anyhow::bail!("the answer ended without its usage")
+}
+
+fn summary(answer: &Answer, compare: Option<&Answer>, err: &mut dyn Write) -> Result<()> {
+    let columns: Vec<&Answer> = std::iter::once(answer).chain(compare).collect();
+    let mut row = |name: &str, value: &dyn Fn(&Usage) -> String| {
+        let cells: String = columns
+            .iter()
+            .map(|column| format!(" {:>20}", value(&column.usage)))
+            .collect();
+        writeln!(err, "{name:<22}{cells}")
+    };
+    if compare.is_some() {
+        row("", &|usage| {
+            let off = !usage.specprefill.admitted && usage.mtp.depth == 0;
+            (if off { "both off" } else { "as asked" }).into()
+        })?;
+    }
+    row("prompt tokens", &|u| u.prompt_tokens.to_string())?;
+    row("kept tokens", &|u| {
+        let share = 100.0 * u.kept_tokens as f64 / u.prompt_tokens.max(1) as f64;
+        format!("{} ({share:.1} %)", u.kept_tokens)
+    })?;
+    row("time to first token", &|u| {
+        format!("{:.3} s", u.time_to_first_token_s)
+    })?;
+    row("  scoring", &|u| {
+        format!("{:.3} s", u.specprefill.scoring_s)
+    })?;
+    row("  look-ahead", &|u| {
+        format!("{:.3} s", u.specprefill.lookahead_s)
+    })?;
+    row("  prefill", &|u| {
+        format!("{:.3} s", u.specprefill.prefill_s)
+    })?;
+    row("answer tokens", &|u| u.completion_tokens.to_string())?;
+    row("decode speed", &|u| {
+        format!("{:.1} tok/s", u.generation_tokens_per_second)
+    })?;
+    row("tokens per cycle", &|u| {
+        format!("{:.2}", u.mtp.tokens_per_cycle)
+    })?;
+    row("accepted by depth", &|u| {
+        if u.mtp.drafted.is_empty() {
+            return "-".into();
+        }
+        let shares = u.mtp.drafted.iter().zip(&u.mtp.accepted);
+        let shares: Vec<String> = shares.map(|(d, a)| format!("{a}/{d}")).collect();
+        shares.join(" ")
+    })?;
+    writeln!(err, "SpecPrefill: {}", answer.usage.specprefill.reason)?;
+    writeln!(err, "routes:")?;
+    for (route, calls) in &answer.usage.routes {
+        writeln!(err, "  {route:<44} {calls:>8}")?;
+    }
+    if let Some(plain) = compare {
+        let same = if plain.text == answer.text {
+            "the same text"
+        } else {
+            "another text"
+        };
+        writeln!(err, "with both off: {same}: {:?}", plain.text)?;
+    }
+    Ok(())
+}

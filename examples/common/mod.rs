@@ -1,0 +1,172 @@
+//! What the examples share: their flags, the embedded models, and prompts from files.
+#![allow(dead_code)]
+
+pub mod generate;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use candle_core::DType;
+use candle_specprefill::pipeline::{GenerateOptions, Message, SpecPrefillPipeline};
+use clap::{Args, ValueEnum};
+use serde::Deserialize;
+
+/// The folder of the embedded models and prompts.
+pub fn tiny() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/tiny")
+}
+
+/// The prompt that is asked when none is given.
+pub const DEFAULT_PROMPT: &str = "prompts/needle_16k_00.json";
+
+/// A dtype of activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Dtype {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl From<Dtype> for DType {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32,
+            Dtype::Bf16 => Self::BF16,
+            Dtype::F16 => Self::F16,
+        }
+    }
+}
+
+/// Which models, and how they run.
+#[derive(Args, Clone, Debug)]
+pub struct ModelArgs {
+    /// Folder of the target model [default: the embedded one]
+    #[arg(long, value_name = "FOLDER")]
+    pub model: Option<PathBuf>,
+    /// Folder of the draft model that chooses prompt tokens [default: the embedded one, with the embedded target]
+    #[arg(long, value_name = "FOLDER")]
+    pub draft: Option<PathBuf>,
+    /// Dtype of activations and caches
+    #[arg(long, value_enum, default_value = "f32")]
+    pub dtype: Dtype,
+}
+
+impl ModelArgs {
+    /// Loads them.
+    pub fn load(&self) -> Result<SpecPrefillPipeline> {
+        let target = self.model.clone().unwrap_or_else(|| tiny().join("target"));
+        let draft = match (&self.draft, &self.model) {
+            (Some(draft), _) => Some(draft.clone()),
+            (None, None) => Some(tiny().join("draft")),
+            (None, Some(_)) => None,
+        };
+        let mut builder = SpecPrefillPipeline::builder(target).dtype(self.dtype.into());
+        if let Some(draft) = draft {
+            builder = builder.draft(draft);
+        }
+        Ok(builder.build()?)
+    }
+}
+
+/// What is asked.
+#[derive(Args, Clone, Debug)]
+pub struct PromptArgs {
+    /// The user's message [default: an embedded needle question]
+    #[arg(long, conflicts_with = "prompt_file")]
+    pub prompt: Option<String>,
+    /// A text file (one user message) or a JSON file with `messages`
+    #[arg(long, value_name = "FILE")]
+    pub prompt_file: Option<PathBuf>,
+    /// A system message before the prompt
+    #[arg(long)]
+    pub system: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct PromptFile {
+    messages: Vec<Message>,
+}
+
+impl PromptArgs {
+    /// The conversation.
+    pub fn messages(&self) -> Result<Vec<Message>> {
+        let mut messages = match (&self.prompt, &self.prompt_file) {
+            (Some(prompt), _) => vec![Message::user(prompt)],
+            (None, Some(file)) => read_messages(file)?,
+            (None, None) => read_messages(&tiny().join(DEFAULT_PROMPT))?,
+        };
+        if let Some(system) = &self.system {
+            messages.insert(0, Message::system(system));
+        }
+        Ok(messages)
+    }
+}
+
+/// Reads a prompt file: an object with `messages` when its name ends in .json, else one user message.
+pub fn read_messages(file: &Path) -> Result<Vec<Message>> {
+    let text = std::fs::read_to_string(file).with_context(|| file.display().to_string())?;
+    if file
+        .extension()
+        .is_some_and(|extension| extension == "json")
+    {
+        let prompt: PromptFile = serde_json::from_str(&text)
+            .with_context(|| format!("{}: not a JSON object with `messages`", file.display()))?;
+        return Ok(prompt.messages);
+    }
+    Ok(vec![Message::user(text)])
+}
+
+/// How the answer is generated.
+#[derive(Args, Clone, Debug)]
+pub struct GenerateArgs {
+    /// Most tokens to generate
+    #[arg(long, default_value_t = 256)]
+    pub max_tokens: usize,
+    /// Sampling temperature; 0 is greedy
+    #[arg(long, default_value_t = 0.0)]
+    pub temperature: f32,
+    /// Sample from the smallest set of tokens with this probability
+    #[arg(long, default_value_t = 1.0)]
+    pub top_p: f32,
+    /// Sample from the most probable tokens only; 0 is off
+    #[arg(long, default_value_t = 0)]
+    pub top_k: usize,
+    /// Sample from tokens at least this probable relative to the best
+    #[arg(long, default_value_t = 0.0)]
+    pub min_p: f32,
+    /// Seed of sampling; the text does not depend on --mtp-depth
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Share of the prompt that SpecPrefill keeps
+    #[arg(long, default_value_t = 0.2)]
+    pub keep: f64,
+    /// Use SpecPrefill for prompts of more tokens than this
+    #[arg(long, default_value_t = 8192)]
+    pub threshold: usize,
+    /// Read the whole prompt with the target
+    #[arg(long)]
+    pub no_specprefill: bool,
+    /// Tokens drafted per cycle by the MTP head; 0 is off
+    #[arg(long, default_value_t = 3, value_name = "0..8")]
+    pub mtp_depth: usize,
+}
+
+impl GenerateArgs {
+    /// As the library takes them.
+    pub fn options(&self) -> GenerateOptions {
+        let mut options = GenerateOptions {
+            max_tokens: self.max_tokens,
+            mtp_depth: self.mtp_depth,
+            ..Default::default()
+        };
+        options.sampling.temperature = self.temperature;
+        options.sampling.top_p = self.top_p;
+        options.sampling.top_k = self.top_k;
+        options.sampling.min_p = self.min_p;
+        options.sampling.seed = self.seed;
+        options.specprefill.enabled = !self.no_specprefill;
+        options.specprefill.keep = self.keep;
+        options.specprefill.threshold = self.threshold;
+        options
+    }
+}

@@ -1,0 +1,210 @@
+//! Loading a target with its draft.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+
+use super::generation::{self, Generation};
+use super::{ChatTemplate, GenerateOptions, GenerationConfig, Message, Prompt, TextTokenizer};
+use crate::qwen3_5::{LoadOptions, Model};
+use crate::{Error, Result};
+
+/// Settings of a pipeline that is to be loaded.
+#[derive(Clone, Debug)]
+pub struct Builder {
+    target: PathBuf,
+    draft: Option<PathBuf>,
+    device: Device,
+    dtype: DType,
+}
+
+impl Builder {
+    /// The folder of the small model that chooses prompt tokens; it must share the target's tokenizer.
+    pub fn draft(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.draft = Some(folder.into());
+        self
+    }
+
+    /// Where both models run; the CPU by default.
+    pub fn device(mut self, device: Device) -> Self {
+        self.device = device;
+        self
+    }
+
+    /// The dtype of activations and caches: f32 (default), bf16 or f16.
+    pub fn dtype(mut self, dtype: DType) -> Self {
+        self.dtype = dtype;
+        self
+    }
+
+    /// Loads the models.
+    pub fn build(self) -> Result<SpecPrefillPipeline> {
+        let load = |folder: &Path, mtp| {
+            check_folder(folder)?;
+            let options = LoadOptions {
+                device: self.device.clone(),
+                dtype: self.dtype,
+                mtp,
+            };
+            Model::load(folder, &options)
+        };
+        let target = load(&self.target, true)?;
+        let tokenizer = TextTokenizer::read(&self.target)?;
+        let template = ChatTemplate::read(&self.target)?;
+        let mut stop_tokens = GenerationConfig::read(&self.target)?.eos_token_ids;
+        stop_tokens.extend(&target.config().eos_token_ids);
+        stop_tokens.extend(template.eos_token().and_then(|token| tokenizer.id(token)));
+        stop_tokens.sort_unstable();
+        stop_tokens.dedup();
+        let draft = match &self.draft {
+            None => None,
+            Some(folder) => {
+                let draft = load(folder, false)?;
+                let theirs = TextTokenizer::read(folder)?;
+                if let Some(difference) = tokenizer.difference(&theirs) {
+                    return Err(Error::Draft(format!(
+                        "the tokenizers of {} and {} differ: {difference}; use a draft of the target's family",
+                        self.target.display(),
+                        folder.display(),
+                    )));
+                }
+                Some(draft)
+            }
+        };
+        Ok(SpecPrefillPipeline {
+            parts: Arc::new(Parts {
+                target,
+                draft,
+                tokenizer,
+                template,
+                stop_tokens,
+            }),
+        })
+    }
+}
+
+fn check_folder(folder: &Path) -> Result<()> {
+    if folder.is_dir() {
+        return Ok(());
+    }
+    Err(Error::File {
+        file: folder.to_path_buf(),
+        what: "no such folder; name the folder that holds the model's config.json".into(),
+    })
+}
+
+/// What every generation reads.
+pub(super) struct Parts {
+    pub target: Model,
+    pub draft: Option<Model>,
+    pub tokenizer: TextTokenizer,
+    pub template: ChatTemplate,
+    pub stop_tokens: Vec<u32>,
+}
+
+/// A loaded target, its draft, tokenizer and chat template. Clones share them; any number of generations may run at once.
+#[derive(Clone)]
+pub struct SpecPrefillPipeline {
+    parts: Arc<Parts>,
+}
+
+impl SpecPrefillPipeline {
+    /// Begins with the target's folder.
+    pub fn builder(target: impl Into<PathBuf>) -> Builder {
+        Builder {
+            target: target.into(),
+            draft: None,
+            device: Device::Cpu,
+            dtype: DType::F32,
+        }
+    }
+
+    /// The target.
+    pub fn target(&self) -> &Model {
+        &self.parts.target
+    }
+
+    /// The draft, if there is one.
+    pub fn draft(&self) -> Option<&Model> {
+        self.parts.draft.as_ref()
+    }
+
+    /// The tokenizer that both models share.
+    pub fn tokenizer(&self) -> &TextTokenizer {
+        &self.parts.tokenizer
+    }
+
+    /// The target's chat template.
+    pub fn template(&self) -> &ChatTemplate {
+        &self.parts.template
+    }
+
+    /// The tokens that end an answer.
+    pub fn stop_tokens(&self) -> &[u32] {
+        &self.parts.stop_tokens
+    }
+
+    /// The tokens of a conversation, and how many of them at the start no user turn can change (the system block).
+    pub fn tokenize(&self, messages: &[Message]) -> Result<(Vec<u32>, usize)> {
+        if messages
+            .iter()
+            .all(|message| message.content.trim().is_empty())
+        {
+            return Err(Error::Prompt("empty; write a question".into()));
+        }
+        let encode = |text: &str| self.parts.tokenizer.encode(text);
+        let tokens = encode(&self.parts.template.render(messages)?)?;
+        let protected = match self.parts.template.static_renderings(messages)? {
+            None => 0,
+            Some([a, b]) => {
+                let (a, b) = (encode(&a)?, encode(&b)?);
+                common_prefix(&tokens, &a).min(common_prefix(&a, &b))
+            }
+        };
+        Ok((tokens, protected))
+    }
+
+    /// Starts an answer. What is wrong with the prompt or the options is refused here; the work runs on a thread of its own
+    /// and arrives as events. Dropping the iterator ends it.
+    pub fn generate(
+        &self,
+        prompt: impl Into<Prompt>,
+        options: &GenerateOptions,
+    ) -> Result<Generation> {
+        let start = std::time::Instant::now();
+        options.validate()?;
+        let (tokens, protected) = match prompt.into() {
+            Prompt::Messages(messages) => self.tokenize(&messages)?,
+            Prompt::Tokens(tokens) => (tokens, 0),
+        };
+        let config = self.parts.target.config();
+        let limit = config.max_position_embeddings;
+        if tokens.is_empty() {
+            return Err(Error::Prompt("empty: no tokens".into()));
+        }
+        if tokens.len() >= limit {
+            return Err(Error::Prompt(format!(
+                "{} tokens are too many: the model's context is {limit}, and the answer needs room in it",
+                tokens.len()
+            )));
+        }
+        if let Some(token) = tokens.iter().find(|&&id| id as usize >= config.vocab_size) {
+            return Err(Error::Prompt(format!(
+                "token {token} is outside the vocabulary of {}",
+                config.vocab_size
+            )));
+        }
+        generation::start(
+            self.parts.clone(),
+            tokens,
+            protected,
+            options.clone(),
+            start,
+        )
+    }
+}
+
+fn common_prefix(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}

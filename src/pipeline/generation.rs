@@ -1,0 +1,324 @@
+//! One answer: choose rows, prefill them, decode, report.
+
+use std::sync::mpsc::{channel, Receiver, Sender};
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::builder::Parts;
+use super::{
+    Event, FinishReason, GenerateOptions, MtpUsage, SpecPrefillUsage, Stage, StreamDecoder, Usage,
+};
+use crate::mtp::{self, PrefillOptions, Session, SessionOptions};
+use crate::ops::Context;
+use crate::specprefill::{self, Progress, Reason};
+use crate::{Error, Result};
+
+/// The events of one answer, as they happen. Dropping it ends the work after the current step.
+pub struct Generation {
+    events: Receiver<Result<Event>>,
+    over: bool,
+}
+
+impl Iterator for Generation {
+    type Item = Result<Event>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.over {
+            return None;
+        }
+        let event = self.events.recv().unwrap_or_else(|_| {
+            Err(Error::argument(
+                "generate",
+                "the generation's thread ended before its answer was complete",
+            ))
+        });
+        self.over = matches!(event, Err(_) | Ok(Event::Finished(_)));
+        Some(event)
+    }
+}
+
+pub(super) fn start(
+    parts: Arc<Parts>,
+    tokens: Vec<u32>,
+    protected: usize,
+    options: GenerateOptions,
+    start: Instant,
+) -> Result<Generation> {
+    let (sender, events) = channel();
+    let work = move || {
+        let request = Request {
+            parts: &parts,
+            tokens: &tokens,
+            protected,
+            options: &options,
+            start,
+            events: &sender,
+        };
+        if let Err(error) = request.run() {
+            // Nobody listens any more: nobody to tell.
+            let _ = sender.send(Err(error));
+        }
+    };
+    std::thread::Builder::new()
+        .name("generate".into())
+        .spawn(work)
+        .map_err(|error| Error::argument("generate", format!("no thread: {error}")))?;
+    Ok(Generation {
+        events,
+        over: false,
+    })
+}
+
+struct Request<'a> {
+    parts: &'a Parts,
+    tokens: &'a [u32],
+    protected: usize,
+    options: &'a GenerateOptions,
+    start: Instant,
+    events: &'a Sender<Result<Event>>,
+}
+
+impl Request<'_> {
+    /// Whether anybody still listens.
+    fn send(&self, event: Event) -> bool {
+        self.events.send(Ok(event)).is_ok()
+    }
+
+    fn progress(&self, stage: Stage, done: usize, total: usize) -> bool {
+        self.send(Event::Progress { stage, done, total })
+    }
+
+    fn run(&self) -> Result<()> {
+        let cx = Context::default();
+        let target = &self.parts.target;
+        let (kept, mut specprefill) = self.choose(&cx)?;
+        if !self.progress(Stage::Prefill, 0, kept.len()) {
+            return Ok(());
+        }
+        let begun = Instant::now();
+        let mut cache = target.new_cache()?;
+        let prefill = PrefillOptions {
+            prime: self.options.mtp_depth > 0,
+            ..Default::default()
+        };
+        let hidden = mtp::prefill(
+            target,
+            &cx,
+            &mut cache,
+            self.tokens,
+            Some(&kept),
+            &prefill,
+            &mut |done| {
+                self.progress(Stage::Prefill, done, kept.len());
+            },
+        )?;
+        specprefill.prefill_s = begun.elapsed().as_secs_f64();
+        let session_options = SessionOptions {
+            depth: self.options.mtp_depth,
+            sampling: self.options.sampling,
+            stop_tokens: self.parts.stop_tokens.clone(),
+            max_tokens: self.options.max_tokens,
+        };
+        let mut session = Session::new(target, &cx, cache, &hidden, session_options)?;
+        let mut answer = Answer::new(self);
+        let mut first = None;
+        let mut finish_reason = FinishReason::Length;
+        loop {
+            let tokens = session.step(target, &cx)?;
+            first.get_or_insert_with(Instant::now);
+            let stopped = answer.push(&tokens)?;
+            let finished = session.finished();
+            if stopped || finished.is_some() || tokens.is_empty() {
+                if stopped {
+                    finish_reason = FinishReason::Stop;
+                } else if let Some(reason) = finished {
+                    finish_reason = reason;
+                }
+                break;
+            }
+            if !self.send(answer.event()) {
+                return Ok(());
+            }
+        }
+        let end = Instant::now();
+        let first = first.unwrap_or(end);
+        answer.finish()?;
+        self.send(answer.event());
+        let ttft = (first - self.start).as_secs_f64();
+        let stats = session.stats();
+        let usage = Usage {
+            prompt_tokens: self.tokens.len(),
+            kept_tokens: kept.len(),
+            completion_tokens: answer.tokens,
+            finish_reason,
+            time_to_first_token_s: ttft,
+            prompt_tokens_per_second: per_second(self.tokens.len(), ttft),
+            generation_tokens_per_second: per_second(
+                answer.tokens.saturating_sub(1),
+                (end - first).as_secs_f64(),
+            ),
+            specprefill,
+            mtp: MtpUsage {
+                depth: stats.depth,
+                cycles: stats.cycles,
+                tokens_per_cycle: stats.tokens_per_cycle,
+                drafted: stats.drafted.clone(),
+                accepted: stats.accepted.clone(),
+            },
+            routes: cx.routes().snapshot(),
+        };
+        self.send(Event::Finished(Box::new(usage)));
+        Ok(())
+    }
+
+    /// The rows that the target reads. A draft that fails costs sparsity, never the answer.
+    fn choose(&self, cx: &Context) -> Result<(Vec<u32>, SpecPrefillUsage)> {
+        let total = self.tokens.len();
+        let settings = &self.options.specprefill;
+        let mandatory = [0..self.protected];
+        let draft = self.parts.draft.as_ref();
+        let mut usage = SpecPrefillUsage {
+            keep: settings.keep,
+            ..Default::default()
+        };
+        let mut reason = specprefill::admit(settings, draft.is_some(), total, &mandatory);
+        if let (Reason::Admitted, Some(draft)) = (reason, draft) {
+            let mut report = |progress| {
+                if let Progress::Scoring { done, total } = progress {
+                    self.progress(Stage::Scoring, done, total);
+                }
+            };
+            match specprefill::choose(draft, cx, self.tokens, &mandatory, settings, &mut report) {
+                Ok(selection) => {
+                    usage.admitted = true;
+                    usage.reason = explain(reason, total, settings.threshold);
+                    usage.scoring_s = selection.scoring_s;
+                    usage.lookahead_s = selection.lookahead_s;
+                    return Ok((selection.kept, usage));
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "the draft could not score the prompt; every token is kept");
+                    reason = Reason::ScoringFailed;
+                    usage.reason =
+                        format!("{}: {error}", explain(reason, total, settings.threshold));
+                }
+            }
+        }
+        if usage.reason.is_empty() {
+            usage.reason = explain(reason, total, settings.threshold);
+        }
+        Ok(((0..total as u32).collect(), usage))
+    }
+}
+
+fn explain(reason: Reason, tokens: usize, threshold: usize) -> String {
+    match reason {
+        Reason::Admitted => {
+            format!("{tokens} prompt tokens are more than the threshold, {threshold}")
+        }
+        Reason::Disabled => "SpecPrefill is off".into(),
+        Reason::NoDraft => "there is no draft model".into(),
+        Reason::TooShort => {
+            format!("{tokens} prompt tokens are not more than the threshold, {threshold}")
+        }
+        Reason::KeepsAll => "keep is 1".into(),
+        Reason::AllMandatory => "all of the prompt must be kept".into(),
+        Reason::ScoringFailed => "the draft could not score the prompt".into(),
+    }
+}
+
+fn per_second(tokens: usize, seconds: f64) -> f64 {
+    if seconds > 0.0 {
+        tokens as f64 / seconds
+    } else {
+        0.0
+    }
+}
+
+/// The answer's text, held back where a stop text may have begun.
+struct Answer<'a> {
+    decoder: StreamDecoder<'a>,
+    stop_tokens: &'a [u32],
+    stop: &'a [String],
+    held: String,
+    out: String,
+    ids: Vec<u32>,
+    tokens: usize,
+    stopped: bool,
+}
+
+impl<'a> Answer<'a> {
+    fn new(request: &Request<'a>) -> Self {
+        Self {
+            decoder: StreamDecoder::new(&request.parts.tokenizer),
+            stop_tokens: &request.parts.stop_tokens,
+            stop: &request.options.stop,
+            held: String::new(),
+            out: String::new(),
+            ids: Vec::new(),
+            tokens: 0,
+            stopped: false,
+        }
+    }
+
+    /// Adds tokens; true when a stop text is complete (tokens after it are dropped).
+    fn push(&mut self, tokens: &[u32]) -> Result<bool> {
+        for &id in tokens {
+            self.ids.push(id);
+            self.tokens += 1;
+            if self.stop_tokens.contains(&id) {
+                break;
+            }
+            let text = self.decoder.push(id)?;
+            self.held.push_str(&text);
+            self.release();
+            if self.stopped {
+                break;
+            }
+        }
+        Ok(self.stopped)
+    }
+
+    fn release(&mut self) {
+        let found = self
+            .stop
+            .iter()
+            .filter_map(|stop| self.held.find(stop))
+            .min();
+        if let Some(at) = found {
+            self.out.push_str(&self.held[..at]);
+            self.held.clear();
+            self.stopped = true;
+            return;
+        }
+        let begins = |at: usize| {
+            self.stop
+                .iter()
+                .any(|stop| stop.starts_with(&self.held[at..]))
+        };
+        let cut = self
+            .held
+            .char_indices()
+            .map(|(at, _)| at)
+            .find(|&at| begins(at))
+            .unwrap_or(self.held.len());
+        self.out.extend(self.held.drain(..cut));
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        if !self.stopped {
+            let rest = self.decoder.finish()?;
+            self.held.push_str(&rest);
+            self.release();
+            self.out.push_str(&std::mem::take(&mut self.held));
+        }
+        Ok(())
+    }
+
+    fn event(&mut self) -> Event {
+        Event::Text {
+            text: std::mem::take(&mut self.out),
+            token_ids: std::mem::take(&mut self.ids),
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Text to tokens, and tokens to text as they arrive.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use tokenizers::Tokenizer;
+
+use crate::{Error, Result};
+
+/// A model's `tokenizer.json`.
+#[derive(Clone)]
+pub struct TextTokenizer {
+    tokenizer: Tokenizer,
+}
+
+impl TextTokenizer {
+    /// Reads `tokenizer.json` of a model's folder.
+    pub fn read(dir: impl AsRef<Path>) -> Result<Self> {
+        let file = dir.as_ref().join("tokenizer.json");
+        if !file.is_file() {
+            return Err(Error::Tokenizer(format!(
+                "{}: no such file",
+                file.display()
+            )));
+        }
+        let tokenizer = Tokenizer::from_file(&file)
+            .map_err(|error| Error::Tokenizer(format!("{}: {error}", file.display())))?;
+        Ok(Self { tokenizer })
+    }
+
+    /// The tokens of a text. Nothing is added; special tokens written in the text are taken as such.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        self.tokenizer
+            .encode_fast(text, false)
+            .map(|encoding| encoding.get_ids().to_vec())
+            .map_err(|error| Error::Tokenizer(error.to_string()))
+    }
+
+    /// The text of tokens, without special tokens. Incomplete characters become U+FFFD.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.tokenizer
+            .decode(ids, true)
+            .map_err(|error| Error::Tokenizer(error.to_string()))
+    }
+
+    /// The id of a token.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.tokenizer.token_to_id(token)
+    }
+
+    /// Number of tokens, added ones included.
+    pub fn len(&self) -> usize {
+        self.tokenizer.get_vocab_size(true)
+    }
+
+    /// Whether there are no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// How `other` differs from this one, `None` if both give every token the same id.
+    pub fn difference(&self, other: &Self) -> Option<String> {
+        let (mine, theirs) = (self.by_id(), other.by_id());
+        if mine == theirs {
+            return None;
+        }
+        let id = (0..=u32::MAX).find(|id| mine.get(id) != theirs.get(id))?;
+        let show = |token: Option<&String>| token.map_or("nothing".into(), |t| format!("{t:?}"));
+        Some(format!(
+            "{} and {} tokens; id {id} is {} here and {} there",
+            mine.len(),
+            theirs.len(),
+            show(mine.get(&id)),
+            show(theirs.get(&id)),
+        ))
+    }
+
+    fn by_id(&self) -> HashMap<u32, String> {
+        let vocabulary = self.tokenizer.get_vocab(true);
+        vocabulary
+            .into_iter()
+            .map(|(token, id)| (id, token))
+            .collect()
+    }
+}
+
+/// Decodes tokens one after the other and never gives out part of a character.
+pub struct StreamDecoder<'a> {
+    tokenizer: &'a TextTokenizer,
+    ids: Vec<u32>,
+    /// Tokens before `start` are forgotten; those up to `shown` have been given out and remain as context,
+    /// because some decoders treat the first token of a text in a way of their own.
+    start: usize,
+    shown: usize,
+}
+
+impl<'a> StreamDecoder<'a> {
+    /// Starts an empty text.
+    pub fn new(tokenizer: &'a TextTokenizer) -> Self {
+        Self {
+            tokenizer,
+            ids: Vec::new(),
+            start: 0,
+            shown: 0,
+        }
+    }
+
+    /// Adds a token and gives the text that is complete now, possibly none.
+    pub fn push(&mut self, id: u32) -> Result<String> {
+        self.ids.push(id);
+        self.next(false)
+    }
+
+    /// What is left at the end; an incomplete character becomes U+FFFD.
+    pub fn finish(&mut self) -> Result<String> {
+        self.next(true)
+    }
+
+    fn next(&mut self, last: bool) -> Result<String> {
+        let before = self.tokenizer.decode(&self.ids[self.start..self.shown])?;
+        let now = self.tokenizer.decode(&self.ids[self.start..])?;
+        if !last && now.ends_with('\u{FFFD}') {
+            return Ok(String::new());
+        }
+        let new = now.get(before.len()..).unwrap_or_default().to_string();
+        if !new.is_empty() {
+            self.start = self.shown;
+            self.shown = self.ids.len();
+        }
+        Ok(new)
+    }
+}

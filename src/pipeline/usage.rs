@@ -1,0 +1,63 @@
+//! What an answer cost.
+
+use serde::{Deserialize, Serialize};
+
+pub use crate::mtp::FinishReason;
+use crate::ops::routes::RouteCounts;
+
+/// Counts, times (seconds) and speeds of one answer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Usage {
+    /// Tokens of the rendered prompt.
+    pub prompt_tokens: usize,
+    /// Prompt tokens that the target has read.
+    pub kept_tokens: usize,
+    /// Generated tokens, a stop token included.
+    pub completion_tokens: usize,
+    /// Why the answer ended.
+    pub finish_reason: FinishReason,
+    /// From the call to the first token.
+    pub time_to_first_token_s: f64,
+    /// Prompt tokens (dropped ones included) by time to first token.
+    pub prompt_tokens_per_second: f64,
+    /// Tokens after the first by the time since the first; 0 when there is only one.
+    pub generation_tokens_per_second: f64,
+    /// What SpecPrefill did.
+    pub specprefill: SpecPrefillUsage,
+    /// What MTP decoding did.
+    pub mtp: MtpUsage,
+    /// Kernel calls by route.
+    pub routes: RouteCounts,
+}
+
+/// SpecPrefill's part of [`Usage`].
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SpecPrefillUsage {
+    /// Whether tokens could be left out.
+    pub admitted: bool,
+    /// Why, or why not.
+    pub reason: String,
+    /// The share that was asked for.
+    pub keep: f64,
+    /// The draft's pass over the prompt, and scoring.
+    pub scoring_s: f64,
+    /// The draft's look-ahead.
+    pub lookahead_s: f64,
+    /// The target's pass over the kept tokens.
+    pub prefill_s: f64,
+}
+
+/// MTP's part of [`Usage`].
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct MtpUsage {
+    /// Tokens drafted per cycle; 0 when the head is off or missing.
+    pub depth: usize,
+    /// Passes of the target after prefill.
+    pub cycles: u64,
+    /// Generated tokens per cycle.
+    pub tokens_per_cycle: f64,
+    /// Drafted tokens by depth.
+    pub drafted: Vec<u64>,
+    /// Accepted tokens by depth.
+    pub accepted: Vec<u64>,
+}
