@@ -31,7 +31,7 @@ pub fn quantize(weight: &Tensor, format: AffineFormat) -> Result<Quantized> {
         });
     }
     let (n, k) = weight.dims2()?;
-    if k % group_size != 0 {
+    if !k.is_multiple_of(group_size) {
         return Err(Error::argument(
             OP,
             format!("rows of {k} do not divide into groups of {group_size}: take another group size or leave the weight plain"),

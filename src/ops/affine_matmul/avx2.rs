@@ -14,6 +14,20 @@ use super::portable::SEGMENT;
 /// How far ahead codes are fetched: a row of blocks is short, and hardware prefetchers restart at each page.
 const PREFETCH_BYTES: usize = 2048;
 
+/// Eight floats from element `$i` on. A macro, because a call would spill every sum.
+macro_rules! load {
+    ($float:expr, $p:expr, $i:expr) => {
+        match $float {
+            Float::F32 => _mm256_loadu_ps($p.add($i * 4).cast()),
+            Float::Bf16 => {
+                let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128($p.add($i * 2).cast()));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+            }
+            Float::F16 => _mm256_cvtph_ps(_mm_loadu_si128($p.add($i * 2).cast())),
+        }
+    };
+}
+
 /// See [`super::portable::affine`].
 ///
 /// # Safety
@@ -28,16 +42,16 @@ pub(super) unsafe fn affine(
     macro_rules! rows {
         ($a:literal, $b:literal) => {
             match (limbs, x.tile.size) {
-                (1, 1) => tile::<$a, $b, 1, 1>(w, block, x, out),
-                (1, 2) => tile::<$a, $b, 2, 1>(w, block, x, out),
-                (1, 3) => tile::<$a, $b, 3, 1>(w, block, x, out),
-                (1, 4) => tile::<$a, $b, 4, 1>(w, block, x, out),
-                (1, 6) => tile::<$a, $b, 6, 1>(w, block, x, out),
-                (1, 8) => tile::<$a, $b, 8, 1>(w, block, x, out),
-                (2, 1) => tile::<$a, $b, 1, 2>(w, block, x, out),
-                (2, 2) => tile::<$a, $b, 2, 2>(w, block, x, out),
-                (2, 3) => tile::<$a, $b, 3, 2>(w, block, x, out),
-                (2, 4) => tile::<$a, $b, 4, 2>(w, block, x, out),
+                (1, 1) => tile::<$a, $b, 1, 1, 2>(w, block, x, out),
+                (1, 2) => tile::<$a, $b, 2, 1, 2>(w, block, x, out),
+                (1, 3) => tile::<$a, $b, 3, 1, 2>(w, block, x, out),
+                (1, 4) => tile::<$a, $b, 4, 1, 1>(w, block, x, out),
+                (1, 6) => tile::<$a, $b, 6, 1, 1>(w, block, x, out),
+                (1, 8) => tile::<$a, $b, 8, 1, 1>(w, block, x, out),
+                (2, 1) => tile::<$a, $b, 1, 2, 2>(w, block, x, out),
+                (2, 2) => tile::<$a, $b, 2, 2, 1>(w, block, x, out),
+                (2, 3) => tile::<$a, $b, 3, 2, 1>(w, block, x, out),
+                (2, 4) => tile::<$a, $b, 4, 2, 1>(w, block, x, out),
                 _ => super::portable::affine(w, block, x, limbs, out),
             }
         };
@@ -53,7 +67,7 @@ pub(super) unsafe fn affine(
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn tile<const A: i32, const B: i32, const R: usize, const L: usize>(
+unsafe fn tile<const A: i32, const B: i32, const R: usize, const L: usize, const H: usize>(
     w: &Affine,
     block: usize,
     x: &FixedTile,
@@ -67,7 +81,8 @@ unsafe fn tile<const A: i32, const B: i32, const R: usize, const L: usize>(
     let chunks = w.format.group_size / 32;
     let group_bytes = w.group_lines() * 64;
     let mut p = w.lines.as_ptr().add(block * w.block_lines()).cast::<u8>();
-    let mut y = [[_mm256_setzero_ps(); R]; 2];
+    // Few rows: both halves of a block at once, for independent chains of sums; more rows: one half, to stay in registers.
+    let mut y = [[[_mm256_setzero_ps(); R]; H]; 2];
     let mut pairs = x.pairs.as_ptr();
     let (mut steps, mut sums) = (x.steps.as_ptr(), x.sums.as_ptr());
     for _ in 0..w.groups {
@@ -77,30 +92,41 @@ unsafe fn tile<const A: i32, const B: i32, const R: usize, const L: usize>(
             at += 64;
         }
         let floats = p.add(w.code_lines() * 64);
-        for (half, y) in y.iter_mut().enumerate() {
-            let mut acc = [[_mm256_setzero_si256(); R]; L];
-            let mut codes = p.add(half * 32);
+        for (part, y) in y.iter_mut().enumerate().take(2 / H) {
+            let mut acc = [[[_mm256_setzero_si256(); R]; L]; H];
+            let mut codes = p.add(part * 32);
             let mut v = pairs;
             for _ in 0..chunks {
-                let mut b = _mm256_setzero_si256();
+                let mut b = [_mm256_setzero_si256(); H];
                 for line in 0..pa {
-                    let mut a = _mm256_load_si256(codes.add(line * 64).cast());
+                    let mut a = [_mm256_setzero_si256(); H];
+                    for h in 0..H {
+                        a[h] = _mm256_load_si256(codes.add(line * 64 + h * 32).cast());
+                    }
                     if B > 0 && line % lines_per_b == 0 {
-                        b = _mm256_load_si256(codes.add((pa + line / lines_per_b) * 64).cast());
+                        let line = codes.add((pa + line / lines_per_b) * 64);
+                        for h in 0..H {
+                            b[h] = _mm256_load_si256(line.add(h * 32).cast());
+                        }
                     }
                     for _ in 0..per_lane {
-                        let mut code = _mm256_and_si256(a, mask_a);
-                        a = _mm256_srli_epi16::<A>(a);
-                        if B > 0 {
-                            let high = _mm256_and_si256(b, mask_b);
-                            b = _mm256_srli_epi16::<B>(b);
-                            code = _mm256_or_si256(code, _mm256_slli_epi16::<A>(high));
+                        let mut code = [_mm256_setzero_si256(); H];
+                        for h in 0..H {
+                            code[h] = _mm256_and_si256(a[h], mask_a);
+                            a[h] = _mm256_srli_epi16::<A>(a[h]);
+                            if B > 0 {
+                                let high = _mm256_and_si256(b[h], mask_b);
+                                b[h] = _mm256_srli_epi16::<B>(b[h]);
+                                code[h] = _mm256_or_si256(code[h], _mm256_slli_epi16::<A>(high));
+                            }
                         }
                         for l in 0..L {
                             for r in 0..R {
                                 let pair = _mm256_set1_epi32(*v.add(l * R + r));
-                                let product = _mm256_madd_epi16(code, pair);
-                                acc[l][r] = _mm256_add_epi32(acc[l][r], product);
+                                for h in 0..H {
+                                    let product = _mm256_madd_epi16(code[h], pair);
+                                    acc[h][l][r] = _mm256_add_epi32(acc[h][l][r], product);
+                                }
                             }
                         }
                         v = v.add(L * R);
@@ -108,41 +134,32 @@ unsafe fn tile<const A: i32, const B: i32, const R: usize, const L: usize>(
                 }
                 codes = codes.add(bits * 64);
             }
-            let scale = load(w.float, floats, half * 8);
-            let bias = load(w.float, floats, 16 + half * 8);
-            for r in 0..R {
-                let mut dot = _mm256_cvtepi32_ps(acc[0][r]);
-                if L == 2 {
-                    let low = _mm256_cvtepi32_ps(acc[L - 1][r]);
-                    dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(256.0), low);
+            for h in 0..H {
+                let scale = load!(w.float, floats, (part + h) * 8);
+                let bias = load!(w.float, floats, 16 + (part + h) * 8);
+                for r in 0..R {
+                    let mut dot = _mm256_cvtepi32_ps(acc[h][0][r]);
+                    if L == 2 {
+                        let low = _mm256_cvtepi32_ps(acc[h][L - 1][r]);
+                        dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(256.0), low);
+                    }
+                    let dot = _mm256_mul_ps(dot, _mm256_set1_ps(*steps.add(r)));
+                    let sum = _mm256_set1_ps(*sums.add(r));
+                    y[h][r] = _mm256_fmadd_ps(scale, dot, y[h][r]);
+                    y[h][r] = _mm256_fmadd_ps(bias, sum, y[h][r]);
                 }
-                let dot = _mm256_mul_ps(dot, _mm256_set1_ps(*steps.add(r)));
-                y[r] = _mm256_fmadd_ps(scale, dot, y[r]);
-                y[r] = _mm256_fmadd_ps(bias, _mm256_set1_ps(*sums.add(r)), y[r]);
             }
         }
         p = p.add(group_bytes);
         pairs = pairs.add(w.format.group_size / 2 * L * R);
         (steps, sums) = (steps.add(R), sums.add(R));
     }
-    for (half, y) in y.iter().enumerate() {
-        for (out, y) in out[..R].iter_mut().zip(y) {
-            _mm256_storeu_ps(out.as_mut_ptr().add(half * 8), *y);
+    for (part, y) in y.iter().enumerate().take(2 / H) {
+        for (h, y) in y.iter().enumerate() {
+            for (out, y) in out[..R].iter_mut().zip(y) {
+                _mm256_storeu_ps(out.as_mut_ptr().add((part + h) * 8), *y);
+            }
         }
-    }
-}
-
-/// Eight floats from element `i` on.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn load(float: Float, p: *const u8, i: usize) -> __m256 {
-    match float {
-        Float::F32 => _mm256_loadu_ps(p.add(i * 4).cast()),
-        Float::Bf16 => {
-            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.add(i * 2).cast()));
-            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
-        }
-        Float::F16 => _mm256_cvtph_ps(_mm_loadu_si128(p.add(i * 2).cast())),
     }
 }
 
@@ -190,7 +207,7 @@ unsafe fn dense_tile<const FLOAT: u8, const R: usize, const V: usize>(
                 ($parity:literal, $k:expr) => {
                     let at = p.add($k * row_bytes);
                     for v in 0..V {
-                        let weight = load(float, at, part * 8 + v * 8);
+                        let weight = load!(float, at, part * 8 + v * 8);
                         for r in 0..R {
                             let value = _mm256_set1_ps(*values.add($k * R + r));
                             acc[$parity][r][v] = _mm256_fmadd_ps(weight, value, acc[$parity][r][v]);
