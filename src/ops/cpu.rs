@@ -1,6 +1,6 @@
 //! What the CPU paths share: element types, slices of tensors, and the instruction set to run on.
 
-use candle_core::{CpuStorage, Device, Storage, Tensor, WithDType};
+use candle_core::{CpuStorage, Device, Layout, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 
 use crate::error::{Error, Result};
@@ -75,7 +75,21 @@ pub(crate) fn with_slice<T: WithDType, R>(
         return Err(Error::argument(op, "a CPU tensor without CPU storage"));
     };
     let start = layout.start_offset();
-    f(&slice::<T>(storage)?[start..start + layout.shape().elem_count()])
+    let end = start + layout.shape().elem_count();
+    // An empty tensor's offset may lie past its storage.
+    f(slice::<T>(storage)?.get(start..end).unwrap_or(&[]))
+}
+
+/// The elements of a contiguous tensor, as a custom op gets it.
+pub(crate) fn contiguous<'a, T: WithDType>(
+    storage: &'a CpuStorage,
+    layout: &Layout,
+) -> candle_core::Result<&'a [T]> {
+    let Some((from, to)) = layout.contiguous_offsets() else {
+        candle_core::bail!("a strided tensor reached a kernel for contiguous ones");
+    };
+    // An empty tensor's offset may lie past its storage.
+    Ok(storage.as_slice::<T>()?.get(from..to).unwrap_or(&[]))
 }
 
 fn slice<T: WithDType>(storage: &CpuStorage) -> Result<&[T]> {

@@ -13,6 +13,7 @@ pub mod gated_delta;
 pub mod rms_norm;
 pub mod rope;
 pub mod routes;
+pub mod sigmoid_gate;
 mod vector;
 
 pub use affine_matmul::{gate_up_silu, matmul, matmul_grouped};
@@ -21,3 +22,4 @@ pub use context::Context;
 pub use gated_delta::gated_delta;
 pub use rms_norm::{rms_norm, rms_norm_gated};
 pub use rope::rope;
+pub use sigmoid_gate::sigmoid_gate;

@@ -53,6 +53,12 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
             lanes[i] = x[i].mul_add(y[i], lanes[i]);
         }
     }
+    sum16(lanes)
+}
+
+/// The sum of 16 lanes, as a tree.
+#[inline(always)]
+pub(crate) fn sum16(mut lanes: [f32; 16]) -> f32 {
     let mut width = 8;
     while width > 0 {
         for i in 0..width {
