@@ -207,6 +207,7 @@ fn a_row_has_its_own_bits_whatever_its_neighbours_hold() {
             assert!(alone[11].iter().all(|b| f32::from_bits(*b) == 0.0));
         }
     }
+    assert!(cx.routes().fell_back());
 }
 
 #[test]

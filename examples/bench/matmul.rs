@@ -193,7 +193,7 @@ impl Bench<'_> {
     }
 
     fn candle(&self, dtype: GgmlDType, peers: &mut Vec<Value>) -> Result<()> {
-        if self.k % dtype.block_size() != 0 {
+        if !self.k.is_multiple_of(dtype.block_size()) {
             return Ok(());
         }
         let w = Tensor::randn(0f32, 0.02, (self.n, self.k), &Device::Cpu)?;

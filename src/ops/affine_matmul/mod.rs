@@ -229,6 +229,10 @@ impl<'a> Shared<'a> {
                         .push(Fixed::new(values, w.k(), size, kernel.limbs));
                 }
                 let fixed = &self.fixed[at];
+                if !fixed.special.is_empty() {
+                    let why = "rows with NaN or Inf";
+                    cx.routes().count_fallback(OP, "exact_rows", dtype, why);
+                }
                 run::affine(self.isa, kernel.threaded, w, fixed, values, &mut out);
             }
             Storage::Dense(w) => run::dense(self.isa, kernel.threaded, w, values, &mut out),
