@@ -48,7 +48,7 @@ impl GatedDeltaDims {
             self.value_dim,
             self.taps,
         ];
-        if sizes.contains(&0) || self.value_heads % self.key_heads != 0 {
+        if sizes.contains(&0) || !self.value_heads.is_multiple_of(self.key_heads) {
             return Err(Error::argument(
                 OP,
                 format!("{self:?}: sizes must be positive and value_heads a multiple of key_heads"),

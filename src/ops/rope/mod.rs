@@ -51,7 +51,7 @@ impl Rope {
     /// `dims / 2` leaves the pairs past its end unrotated; pairs are still formed over all `dims` lanes.
     pub fn from_frequencies(frequencies: impl Into<Arc<[f32]>>, dims: usize) -> Result<Self> {
         let frequencies = frequencies.into();
-        if dims % 2 != 0 {
+        if !dims.is_multiple_of(2) {
             return Err(Error::argument(
                 OP,
                 format!("rotary dims {dims} must be even"),
@@ -126,7 +126,7 @@ impl Rope {
     /// The axis whose position rotates pair `i`.
     pub fn axis(&self, pair: usize) -> usize {
         match self.sections {
-            Some(s) if pair % 3 != 0 && pair < 3 * s[pair % 3] => pair % 3,
+            Some(s) if !pair.is_multiple_of(3) && pair < 3 * s[pair % 3] => pair % 3,
             _ => 0,
         }
     }
