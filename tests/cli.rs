@@ -1,0 +1,76 @@
+//! The example `generate` as a user meets it: status, standard output, one-line errors.
+#![cfg(feature = "chat")]
+
+#[path = "../examples/common/mod.rs"]
+mod common;
+
+fn run(args: &[&str]) -> (u8, String, String) {
+    let (mut out, mut err) = (vec![], vec![]);
+    let args = std::iter::once("generate").chain(args.iter().copied());
+    let status = common::generate::run(args, &mut out, &mut err);
+    (
+        status,
+        String::from_utf8(out).unwrap(),
+        String::from_utf8(err).unwrap(),
+    )
+}
+
+#[test]
+fn json_is_one_object_with_every_field() {
+    let (status, out, err) = run(&[
+        "--prompt",
+        "Tell me about tea.",
+        "--max-tokens",
+        "8",
+        "--json",
+    ]);
+    assert_eq!(status, 0, "{err}");
+    let value: serde_json::Value = serde_json::from_str(&out).unwrap();
+    for field in [
+        "text",
+        "token_ids",
+        "prompt_tokens",
+        "kept_tokens",
+        "completion_tokens",
+        "finish_reason",
+        "time_to_first_token_s",
+        "prompt_tokens_per_second",
+        "generation_tokens_per_second",
+    ] {
+        assert!(!value[field].is_null(), "{field}");
+    }
+    for field in ["admitted", "reason", "keep"] {
+        assert!(!value["specprefill"][field].is_null(), "{field}");
+    }
+    for field in ["depth", "cycles", "tokens_per_cycle", "drafted", "accepted"] {
+        assert!(!value["mtp"][field].is_null(), "{field}");
+    }
+    assert!(value["routes"].is_object());
+    assert_eq!(value["finish_reason"], "length");
+    assert_eq!(value["token_ids"].as_array().unwrap().len(), 8);
+}
+
+#[test]
+fn errors_are_one_line_and_have_their_status() {
+    let folder = tempfile::tempdir().unwrap();
+    let broken = folder.path().join("broken.json");
+    std::fs::write(&broken, "{\"messages\": [").unwrap();
+    std::fs::write(folder.path().join("config.json"), "{").unwrap();
+    let (folder, broken) = (folder.path().to_str().unwrap(), broken.to_str().unwrap());
+    for (args, expected) in [
+        (vec!["--model", "/no/such/folder", "--prompt", "x"], 1),
+        (vec!["--model", folder, "--prompt", "x"], 1),
+        (vec!["--prompt-file", broken], 1),
+        (vec!["--prompt-file", "/no/such/file"], 1),
+        (vec!["--prompt", ""], 1),
+        (vec!["--keep", "0"], 2),
+        (vec!["--mtp-depth", "99"], 2),
+        (vec!["--temperature", "warm"], 2),
+        (vec!["--no-such-flag"], 2),
+    ] {
+        let (status, out, err) = run(&args);
+        assert_eq!(status, expected, "{args:?}: {err}");
+        assert!(out.is_empty(), "{args:?}");
+        assert_eq!(err.trim_end().lines().count(), 1, "{args:?}: {err}");
+    }
+}
