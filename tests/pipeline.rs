@@ -1,0 +1,114 @@
+//! The pipeline's text side and the whole path, on the embedded pair.
+#![cfg(feature = "chat")]
+
+use std::path::{Path, PathBuf};
+
+use candle_specprefill::pipeline::{
+    Event, GenerateOptions, Message, Prompt, SpecPrefillPipeline, StreamDecoder, TextTokenizer,
+    Usage,
+};
+use serde_json::Value;
+
+fn tiny() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/tiny")
+}
+
+fn needle(name: &str) -> (Value, Vec<Message>) {
+    let text = std::fs::read_to_string(tiny().join("prompts").join(name)).unwrap();
+    let value: Value = serde_json::from_str(&text).unwrap();
+    let messages = serde_json::from_value(value["messages"].clone()).unwrap();
+    (value, messages)
+}
+
+fn pair() -> SpecPrefillPipeline {
+    SpecPrefillPipeline::builder(tiny().join("target"))
+        .draft(tiny().join("draft"))
+        .build()
+        .unwrap()
+}
+
+fn answer(
+    pipeline: &SpecPrefillPipeline,
+    prompt: impl Into<Prompt>,
+    options: &GenerateOptions,
+) -> (String, Usage) {
+    let mut text = String::new();
+    for event in pipeline.generate(prompt, options).unwrap() {
+        match event.unwrap() {
+            Event::Text { text: more, .. } => text.push_str(&more),
+            Event::Finished(usage) => return (text, *usage),
+            _ => {}
+        }
+    }
+    panic!("no usage");
+}
+
+#[test]
+fn handles_can_be_shared_between_threads() {
+    fn check<T: Send + Sync + Clone>() {}
+    check::<SpecPrefillPipeline>();
+}
+
+#[test]
+fn prompts_render_and_tokenize_as_trained() {
+    let pipeline = pair();
+    for name in ["needle_4k_00.json", "needle_8k_01.json"] {
+        let (value, messages) = needle(name);
+        assert_eq!(
+            pipeline.template().render(&messages).unwrap(),
+            value["prompt"].as_str().unwrap()
+        );
+        let ids: Vec<u32> = serde_json::from_value(value["prompt_ids"].clone()).unwrap();
+        assert_eq!(pipeline.tokenize(&messages).unwrap(), (ids, 0));
+    }
+}
+
+#[test]
+fn the_system_block_is_protected() {
+    let messages = [
+        Message::system("The secret is 4711."),
+        Message::user("Which secret?"),
+    ];
+    let pipeline = pair();
+    let (tokens, protected) = pipeline.tokenize(&messages).unwrap();
+    let block = pipeline.tokenizer().decode(&tokens[..protected]).unwrap();
+    assert!(block.contains("The secret is 4711."), "{block:?}");
+    assert!(!block.contains("Which"), "{block:?}");
+}
+
+#[test]
+fn streaming_never_splits_a_character() {
+    let tokenizer = TextTokenizer::read(tiny().join("target")).unwrap();
+    let text = "naïve 漢字 🦀🦀 done";
+    let mut decoder = StreamDecoder::new(&tokenizer);
+    let mut out = String::new();
+    for id in tokenizer.encode(text).unwrap() {
+        let part = decoder.push(id).unwrap();
+        assert!(!part.contains('\u{FFFD}'));
+        out.push_str(&part);
+    }
+    out.push_str(&decoder.finish().unwrap());
+    assert_eq!(out, text);
+}
+
+#[test]
+fn a_target_alone_works_and_bad_prompts_are_refused() {
+    let pipeline = SpecPrefillPipeline::builder(tiny().join("draft"))
+        .build()
+        .unwrap();
+    let options = GenerateOptions {
+        max_tokens: 4,
+        ..Default::default()
+    };
+    let (_, usage) = answer(&pipeline, "Tell me about tea.", &options);
+    assert_eq!(usage.mtp.depth, 0);
+    assert!(usage.specprefill.reason.contains("no draft"));
+    for prompt in [
+        Prompt::Tokens(vec![]),
+        Prompt::Tokens(vec![1; 20_000]),
+        Prompt::Tokens(vec![9999]),
+        "".into(),
+    ] {
+        assert!(pipeline.generate(prompt, &options).is_err());
+    }
+}
