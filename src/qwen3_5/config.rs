@@ -345,7 +345,10 @@ impl Fields<'_> {
             return Err(self.error(format!("rope_theta {} is not positive", c.rope_theta)));
         }
         let share = c.partial_rotary_factor;
-        if !(share > 0.0 && share <= 1.0) || c.rotary_dims() == 0 || c.rotary_dims() % 2 != 0 {
+        if !(share > 0.0 && share <= 1.0)
+            || c.rotary_dims() == 0
+            || !c.rotary_dims().is_multiple_of(2)
+        {
             return Err(self.error(format!(
                 "partial_rotary_factor {share} of head_dim {} does not give an even number of rotary lanes",
                 c.head_dim

@@ -272,7 +272,7 @@ impl<'a> Scope<'a> {
                 return Err(self.error(weight, what));
             }
         };
-        if k % groups != 0 || words * 32 % k != 0 {
+        if !k.is_multiple_of(groups) || !(words * 32).is_multiple_of(k) {
             let what =
                 format!("{words} words and {groups} groups per row do not divide {k} columns");
             return Err(self.error(weight, what));

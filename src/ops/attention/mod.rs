@@ -55,7 +55,7 @@ fn checked(q: &Tensor, k: &Tensor, len: usize, scale: f32) -> Result<(DType, cpu
     let (rows, heads, dim) = q.dims3()?;
     check::shape(OP, "k", k, &[None, None, Some(dim)])?;
     let (kv_heads, capacity, _) = k.dims3()?;
-    if kv_heads == 0 || heads % kv_heads != 0 {
+    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
         let what = format!("{heads} query heads cannot share {kv_heads} key heads");
         return Err(Error::argument(OP, what));
     }

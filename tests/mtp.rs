@@ -1,0 +1,201 @@
+//! Speculation never changes a token: every depth against plain decoding, on the trained pair and on random weights.
+
+mod support;
+
+use std::path::Path;
+
+use candle_core::DType;
+use candle_specprefill::mtp::{
+    prefill, FinishReason, PrefillOptions, Sampling, Session, SessionOptions,
+};
+use candle_specprefill::ops::Context;
+use candle_specprefill::qwen3_5::{LoadOptions, Model};
+use support::{load, same_contents};
+
+fn tiny() -> Model {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/tiny/target");
+    let options = LoadOptions {
+        dtype: DType::BF16,
+        ..Default::default()
+    };
+    Model::load(dir, &options).unwrap()
+}
+
+fn prompt(length: usize, seed: u32, vocab: u32) -> Vec<u32> {
+    let next = |s: &u32| Some(s.wrapping_mul(1_664_525).wrapping_add(1_013_904_223));
+    let stream = std::iter::successors(Some(seed), next);
+    stream
+        .skip(1)
+        .take(length)
+        .map(|s| (s >> 8) % vocab)
+        .collect()
+}
+
+struct Run {
+    tokens: Vec<u32>,
+    session: Session,
+}
+
+fn decode(model: &Model, prompt: &[u32], options: SessionOptions) -> Run {
+    let cx = Context::default();
+    let mut cache = model.new_cache().unwrap();
+    let prefill_options = PrefillOptions::default();
+    let last = prefill(
+        model,
+        &cx,
+        &mut cache,
+        prompt,
+        None,
+        &prefill_options,
+        &mut |_| {},
+    )
+    .unwrap();
+    let mut session = Session::new(model, &cx, cache, &last, options).unwrap();
+    let mut tokens = vec![];
+    while session.finished().is_none() {
+        let step = session.step(model, &cx).unwrap();
+        assert!(!step.is_empty() || session.finished().is_some());
+        tokens.extend(step);
+    }
+    assert!(session.step(model, &cx).unwrap().is_empty());
+    Run { tokens, session }
+}
+
+fn options(depth: usize, sampling: Sampling, max_tokens: usize) -> SessionOptions {
+    SessionOptions {
+        depth,
+        sampling,
+        stop_tokens: vec![],
+        max_tokens,
+    }
+}
+
+const SAMPLED: Sampling = Sampling {
+    temperature: 0.9,
+    top_k: 40,
+    top_p: 0.95,
+    min_p: 0.01,
+    seed: 5,
+};
+
+#[test]
+fn every_depth_gives_the_text_of_plain_decoding() {
+    let model = tiny();
+    let greedy = Sampling::default();
+    let mut accepted = 0;
+    for i in 0..20 {
+        let prompt = prompt(1 + 3 * i, i as u32, 4096);
+        let plain = decode(&model, &prompt, options(0, greedy, 20));
+        let depth = 1 + i % 8;
+        let spec = decode(&model, &prompt, options(depth, greedy, 20));
+        assert_eq!(spec.tokens, plain.tokens, "prompt {i}, depth {depth}");
+        assert!(same_contents(spec.session.cache(), plain.session.cache()));
+        accepted += spec.session.stats().accepted.iter().sum::<u64>();
+    }
+    assert!(
+        accepted > 50,
+        "only {accepted} drafts were accepted: the test shows little"
+    );
+}
+
+#[test]
+fn sampled_text_at_a_seed_is_the_same_at_every_depth() {
+    let model = tiny();
+    let prompt = prompt(12, 3, 4096);
+    let plain = decode(&model, &prompt, options(0, SAMPLED, 24));
+    for depth in 1..=8 {
+        let spec = decode(&model, &prompt, options(depth, SAMPLED, 24));
+        assert_eq!(spec.tokens, plain.tokens, "depth {depth}");
+    }
+    let other = Sampling { seed: 6, ..SAMPLED };
+    assert_ne!(
+        decode(&model, &prompt, options(0, other, 24)).tokens,
+        plain.tokens
+    );
+}
+
+#[test]
+fn random_weights_reject_every_draft_and_change_nothing() {
+    for dtype in [DType::F32, DType::F16] {
+        let model = load("dense", dtype);
+        let prompt = prompt(9, 1, 256);
+        for sampling in [Sampling::default(), SAMPLED] {
+            let plain = decode(&model, &prompt, options(0, sampling, 40));
+            for depth in [1, 3, 8] {
+                let spec = decode(&model, &prompt, options(depth, sampling, 40));
+                assert_eq!(spec.tokens, plain.tokens, "{dtype:?} depth {depth}");
+            }
+        }
+    }
+}
+
+#[test]
+fn ends_fall_exactly_where_plain_decoding_ends() {
+    let model = tiny();
+    let prompt = prompt(10, 7, 4096);
+    let greedy = Sampling::default();
+    let line = decode(&model, &prompt, options(0, greedy, 24)).tokens;
+    for max in 1..=9 {
+        let run = decode(&model, &prompt, options(4, greedy, max));
+        assert_eq!(run.tokens, line[..max]);
+        assert_eq!(run.session.finished(), Some(FinishReason::Length));
+        // The last token is in no cache.
+        assert_eq!(run.session.cache().rows(), 10 + max - 1);
+    }
+    for stop in &line[..8] {
+        let end = line.iter().position(|t| t == stop).unwrap();
+        let mut o = options(5, greedy, 24);
+        o.stop_tokens = vec![*stop];
+        let run = decode(&model, &prompt, o);
+        assert_eq!(run.tokens, line[..=end]);
+        assert_eq!(run.session.finished(), Some(FinishReason::Stop));
+        assert_eq!(run.session.cache().rows(), 10 + end);
+    }
+}
+
+#[test]
+fn decoding_stops_at_the_last_position() {
+    let model = load("dense", DType::F32);
+    let limit = model.config().max_position_embeddings;
+    let cx = Context::default();
+    let mut cache = model.new_cache().unwrap();
+    cache.set_next_position(limit as u32 - 4);
+    let o = PrefillOptions::default();
+    let last = prefill(&model, &cx, &mut cache, &[1, 2], None, &o, &mut |_| {}).unwrap();
+    let mut session = Session::new(
+        &model,
+        &cx,
+        cache,
+        &last,
+        options(3, Sampling::default(), 50),
+    )
+    .unwrap();
+    let mut count = 0;
+    while session.finished().is_none() {
+        count += session.step(&model, &cx).unwrap().len();
+    }
+    assert_eq!((count, session.finished()), (3, Some(FinishReason::Length)));
+}
+
+#[test]
+fn bad_options_are_errors() {
+    let model = load("dense", DType::F32);
+    let cx = Context::default();
+    for bad in [
+        options(99, Sampling::default(), 5),
+        options(1, Sampling::default(), 0),
+        options(
+            1,
+            Sampling {
+                top_p: 0.0,
+                ..SAMPLED
+            },
+            5,
+        ),
+    ] {
+        let mut cache = model.new_cache().unwrap();
+        let o = PrefillOptions::default();
+        let last = prefill(&model, &cx, &mut cache, &[1], None, &o, &mut |_| {}).unwrap();
+        assert!(Session::new(&model, &cx, cache, &last, bad).is_err());
+    }
+}
