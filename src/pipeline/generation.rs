@@ -175,20 +175,21 @@ impl Request<'_> {
     fn choose(&self, cx: &Context) -> Result<(Vec<u32>, SpecPrefillUsage)> {
         let total = self.tokens.len();
         let settings = &self.options.specprefill;
-        let mandatory = [0..self.protected];
+        let protected = 0..self.protected;
+        let mandatory = std::slice::from_ref(&protected);
         let draft = self.parts.draft.as_ref();
         let mut usage = SpecPrefillUsage {
             keep: settings.keep,
             ..Default::default()
         };
-        let mut reason = specprefill::admit(settings, draft.is_some(), total, &mandatory);
+        let mut reason = specprefill::admit(settings, draft.is_some(), total, mandatory);
         if let (Reason::Admitted, Some(draft)) = (reason, draft) {
             let mut report = |progress| {
                 if let Progress::Scoring { done, total } = progress {
                     self.progress(Stage::Scoring, done, total);
                 }
             };
-            match specprefill::choose(draft, cx, self.tokens, &mandatory, settings, &mut report) {
+            match specprefill::choose(draft, cx, self.tokens, mandatory, settings, &mut report) {
                 Ok(selection) => {
                     usage.admitted = true;
                     usage.reason = explain(reason, total, settings.threshold);
