@@ -92,6 +92,29 @@ fn streaming_never_splits_a_character() {
 }
 
 #[test]
+fn needle_is_found_sparse_at_any_depth() {
+    let pipeline = pair();
+    let (value, messages) = needle("needle_4k_01.json");
+    let mut options = GenerateOptions::default();
+    options.specprefill.threshold = 2000;
+    let (text, usage) = answer(&pipeline, messages.clone(), &options);
+    assert_eq!(text, value["expected_answer"].as_str().unwrap());
+    assert!(usage.specprefill.admitted && usage.kept_tokens < usage.prompt_tokens / 4);
+    options.mtp_depth = 0;
+    assert_eq!(answer(&pipeline, messages, &options).0, text);
+}
+
+#[test]
+fn needle_is_found_with_every_token() {
+    let (value, messages) = needle("needle_4k_01.json");
+    let pipeline = pair();
+    let (text, usage) = answer(&pipeline, messages, &GenerateOptions::default());
+    assert_eq!(text, value["expected_answer"].as_str().unwrap());
+    assert_eq!(usage.kept_tokens, usage.prompt_tokens);
+    assert!(usage.specprefill.reason.contains("threshold"));
+}
+
+#[test]
 fn a_target_alone_works_and_bad_prompts_are_refused() {
     let pipeline = SpecPrefillPipeline::builder(tiny().join("draft"))
         .build()

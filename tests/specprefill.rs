@@ -92,6 +92,8 @@ fn refusals_say_why() {
     assert_eq!(admit(&all, true, 9000, &[]), Reason::KeepsAll);
     let most = [0..4000, 4000..8500];
     assert_eq!(admit(&s, true, 9000, &most), Reason::AllMandatory);
+    let overlapping = [0..5000, 0..5000];
+    assert_eq!(admit(&s, true, 9000, &overlapping), Reason::Admitted);
     for bad in [
         Settings {
             pool: 12,

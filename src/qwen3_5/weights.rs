@@ -244,6 +244,12 @@ impl<'a> Scope<'a> {
         let codes = self.tensor(&weight, &[n, k * format.bits / 32])?;
         let scales = self.tensor(&scales, &[n, groups])?;
         let biases = self.tensor(&biases, &[n, groups])?;
+        for (name, tensor) in [("scales", &scales), ("biases", &biases)] {
+            let values = tensor.to_dtype(DType::F32)?.flatten_all()?;
+            if let Some(bad) = values.to_vec1::<f32>()?.iter().find(|v| !v.is_finite()) {
+                return Err(self.error(&weight, format!("one of its {name} is {bad}")));
+            }
+        }
         Weight::affine(&codes, &scales, &biases, format, self.weights.device)
             .map_err(|e| self.error(&weight, e.to_string()))
     }

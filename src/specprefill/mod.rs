@@ -75,6 +75,11 @@ impl Settings {
             self.pool % 2 == 1,
             format!("{} must be odd: an even pool would shift scores", self.pool),
         )?;
+        check(
+            "prefill-chunk",
+            self.prefill_chunk > 0,
+            "0 must be at least 1".into(),
+        )?;
         check("chunk", self.chunk > 0, "0 must be at least 1".into())?;
         check(
             "lookahead",
@@ -111,16 +116,22 @@ pub fn admit(
     tokens: usize,
     mandatory: &[Range<usize>],
 ) -> Reason {
-    let must: usize = mandatory
-        .iter()
-        .map(|r| r.end.min(tokens).saturating_sub(r.start))
-        .sum();
+    // Ranges may overlap each other and the tail: what must be kept is their union.
+    let mut ranges: Vec<&Range<usize>> = mandatory.iter().collect();
+    ranges.sort_by_key(|r| r.start);
+    let end = tokens.saturating_sub(settings.tail);
+    let (mut must, mut upto) = (0, 0);
+    for range in ranges {
+        let (from, to) = (range.start.max(upto), range.end.min(end));
+        must += to.saturating_sub(from);
+        upto = upto.max(to);
+    }
     match () {
         _ if !settings.enabled => Reason::Disabled,
         _ if !has_draft => Reason::NoDraft,
         _ if settings.keep >= 1.0 => Reason::KeepsAll,
         _ if tokens <= settings.threshold => Reason::TooShort,
-        _ if must + settings.tail >= tokens => Reason::AllMandatory,
+        _ if must >= end => Reason::AllMandatory,
         _ => Reason::Admitted,
     }
 }
@@ -171,12 +182,12 @@ pub fn choose(
 ) -> Result<Selection> {
     let mut cache = draft.new_cache()?;
     let scores = score(draft, cx, &mut cache, tokens, settings, progress)?;
-    let chunks = select_chunks(&scores.importance, mandatory, settings);
-    let mut kept = kept_rows(&chunks);
+    let mut chunks = select_chunks(&scores.importance, mandatory, settings);
     // The last row's hidden state gives the first token, whatever its chunk scored.
-    if kept.last().map(|k| *k as usize + 1) != Some(tokens.len()) {
-        kept.push(tokens.len() as u32 - 1);
+    if let Some(last) = chunks.last_mut() {
+        last.kept.get_or_insert(Kept::Tail);
     }
+    let kept = kept_rows(&chunks);
     Ok(Selection {
         kept,
         total: tokens.len(),

@@ -57,8 +57,12 @@ pub fn select_chunks(
         true => count,
         false => ((count as f64 * settings.keep).ceil() as usize).clamp(1, count.max(1)),
     };
-    let tail = settings.tail.div_ceil(size).min(count);
-    for chunk in &mut chunks[count - tail..] {
+    // Whole chunks, so that at least `tail` tokens are kept even where the last chunk is short.
+    let tail = match settings.tail {
+        0 => count,
+        tail => total.saturating_sub(tail) / size,
+    };
+    for chunk in &mut chunks[tail..] {
         chunk.kept = Some(Kept::Tail);
     }
     for range in mandatory
