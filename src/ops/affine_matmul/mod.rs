@@ -1,7 +1,7 @@
 //! `y = x · Wᵀ` for MLX affine and for plain weights: one pass over the weights for all rows, every row exact.
 //!
 //! Affine weights are repacked once and never expanded. Activations become fixed point per group, so that the products with
-//! the codes are exact integer sums, which have no order: [`reference`] states the arithmetic, and every instruction set,
+//! the codes are exact integer sums, which have no order: [`reference()`] states the arithmetic, and every instruction set,
 //! thread count and number of rows gives its bits.
 
 mod activations;
@@ -244,7 +244,7 @@ impl<'a> Shared<'a> {
 
 /// `x · Wᵀ` for `x` of `[rows, k]` (f32, bf16 or f16), in `x`'s dtype.
 ///
-/// Row `r` has the bits that it has alone, whatever the other rows hold. Affine weights: see [`reference`]. Plain weights:
+/// Row `r` has the bits that it has alone, whatever the other rows hold. Affine weights: see [`reference()`]. Plain weights:
 /// per 64 K the even and the odd products are summed apart with fused multiply-add in f32, added, and added to the result.
 pub fn matmul(cx: &Context, x: &Tensor, weight: &Weight) -> Result<Tensor> {
     Shared::new(x, Isa::best())?.project(cx, weight)
