@@ -2,23 +2,27 @@
 
 mod support;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use candle_specprefill::mtp::{
     prefill, FinishReason, PrefillOptions, Sampling, Session, SessionOptions,
 };
 use candle_specprefill::ops::Context;
-use candle_specprefill::qwen3_5::{LoadOptions, Model};
-use support::{load, same_contents};
+use candle_specprefill::pipeline::TextTokenizer;
+use candle_specprefill::qwen3_5::{Cache, LoadOptions, Model};
+use support::{load, same_bits, same_contents, same_draft};
+
+fn tiny_dir() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/tiny/target")
+}
 
 fn tiny() -> Model {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/tiny/target");
     let options = LoadOptions {
         dtype: DType::BF16,
         ..Default::default()
     };
-    Model::load(dir, &options).unwrap()
+    Model::load(tiny_dir(), &options).unwrap()
 }
 
 fn prompt(length: usize, seed: u32, vocab: u32) -> Vec<u32> {
@@ -78,40 +82,119 @@ const SAMPLED: Sampling = Sampling {
     seed: 5,
 };
 
+/// Prompts of the kinds that the pair was trained on, and some that it was not.
+const PROMPTS: [&str; 20] = [
+    "Define the word \"harbour\".",
+    "What does the word \"lantern\" mean?",
+    "Tell me about Error handling.",
+    "Write a paragraph about garbage collection.",
+    "Copy this paragraph exactly:\n\nThe quick brown fox jumps over the lazy dog, and then it sleeps.",
+    "Repeat the following text:\n\nA lock is held until the end of the transaction.",
+    "Repeat the following text:\n\n1 2 3 4 5 6 7 8 9 10 11 12",
+    "Copy this paragraph exactly:\n\nfn main() { println!(\"hello\"); }",
+    "Summarise this paragraph in one sentence:\n\nThe server listens on a socket and forks for every client.",
+    "Tell me about Unicode.",
+    "Repeat the following text:\n\nnaïve café – déjà vu, 你好, 🙂",
+    "What is the first sentence of the text?",
+    "x",
+    "",
+    "?!?!?!",
+    "Define the word \"transaction\".",
+    "Tell me about the sea.",
+    "In the beginning God created the heaven and the earth.",
+    "SELECT name FROM users WHERE id = 7;",
+    "Write a paragraph about sorting.",
+];
+
+fn chat(tokenizer: &TextTokenizer, text: &str) -> Vec<u32> {
+    let text = format!("<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n");
+    tokenizer.encode(&text).unwrap()
+}
+
+/// Decodes from a copy of a prefilled cache.
+fn decode_from(model: &Model, cache: &Cache, last: &Tensor, options: SessionOptions) -> Run {
+    let cx = Context::default();
+    let mut session = Session::new(model, &cx, cache.fork().unwrap(), last, options).unwrap();
+    let mut tokens = vec![];
+    while session.finished().is_none() {
+        tokens.extend(session.step(model, &cx).unwrap());
+    }
+    Run { tokens, session }
+}
+
 #[test]
 fn every_depth_gives_the_text_of_plain_decoding() {
     let model = tiny();
-    let greedy = Sampling::default();
+    let tokenizer = TextTokenizer::read(tiny_dir()).unwrap();
+    let cx = Context::default();
     let mut accepted = 0;
-    for i in 0..20 {
-        let prompt = prompt(1 + 3 * i, i as u32, 4096);
-        let plain = decode(&model, &prompt, options(0, greedy, 20));
-        let depth = 1 + i % 8;
-        let spec = decode(&model, &prompt, options(depth, greedy, 20));
-        assert_eq!(spec.tokens, plain.tokens, "prompt {i}, depth {depth}");
-        assert!(same_contents(spec.session.cache(), plain.session.cache()));
-        accepted += spec.session.stats().accepted.iter().sum::<u64>();
+    for text in PROMPTS {
+        let prompt = chat(&tokenizer, text);
+        let mut cache = model.new_cache().unwrap();
+        let o = PrefillOptions::default();
+        let last = prefill(&model, &cx, &mut cache, &prompt, None, &o, &mut |_| {}).unwrap();
+        let options = |depth| {
+            let mut o = options(depth, Sampling::default(), 20);
+            o.stop_tokens = vec![4095, 4093];
+            o
+        };
+        let plain = decode_from(&model, &cache, &last, options(0));
+        for depth in 1..=8 {
+            let spec = decode_from(&model, &cache, &last, options(depth));
+            assert_eq!(spec.tokens, plain.tokens, "{text:?}, depth {depth}");
+            assert!(same_contents(spec.session.cache(), plain.session.cache()));
+            accepted += spec.session.stats().accepted.iter().sum::<u64>();
+        }
     }
     assert!(
-        accepted > 50,
+        accepted > 1000,
         "only {accepted} drafts were accepted: the test shows little"
     );
 }
 
 #[test]
+fn a_second_turn_is_as_if_all_was_fed_at_once() {
+    let model = tiny();
+    let tokenizer = TextTokenizer::read(tiny_dir()).unwrap();
+    let cx = Context::default();
+    let o = PrefillOptions::default();
+    let first = chat(&tokenizer, PROMPTS[0]);
+    let second = chat(&tokenizer, PROMPTS[4]);
+    for (depth, max) in [(1, 5), (3, 9), (8, 40)] {
+        let mut options = options(depth, Sampling::default(), max);
+        options.stop_tokens = vec![4095];
+        let run = decode(&model, &first, options.clone());
+        let (mut cache, next) = run.session.into_parts(&model, &cx).unwrap();
+        assert_eq!(cache.draft_rows(), cache.rows());
+        let turn = [&[next], second.as_slice()].concat();
+        let last = prefill(&model, &cx, &mut cache, &turn, None, &o, &mut |_| {}).unwrap();
+
+        let mut once = model.new_cache().unwrap();
+        let line = [first.as_slice(), &run.tokens, &second].concat();
+        let want = prefill(&model, &cx, &mut once, &line, None, &o, &mut |_| {}).unwrap();
+        assert!(same_bits(&last, &want) && same_contents(&cache, &once));
+        assert!(same_draft(&cache, &once), "depth {depth}");
+        assert_eq!(cache.next_position(), once.next_position());
+    }
+}
+
+#[test]
 fn sampled_text_at_a_seed_is_the_same_at_every_depth() {
     let model = tiny();
-    let prompt = prompt(12, 3, 4096);
-    let plain = decode(&model, &prompt, options(0, SAMPLED, 24));
-    for depth in 1..=8 {
-        let spec = decode(&model, &prompt, options(depth, SAMPLED, 24));
-        assert_eq!(spec.tokens, plain.tokens, "depth {depth}");
+    let tokenizer = TextTokenizer::read(tiny_dir()).unwrap();
+    for text in [PROMPTS[0], PROMPTS[2], PROMPTS[5]] {
+        let prompt = chat(&tokenizer, text);
+        let plain = decode(&model, &prompt, options(0, SAMPLED, 24));
+        for depth in 1..=8 {
+            let spec = decode(&model, &prompt, options(depth, SAMPLED, 24));
+            assert_eq!(spec.tokens, plain.tokens, "{text:?}, depth {depth}");
+            assert!(same_contents(spec.session.cache(), plain.session.cache()));
+        }
     }
+    let prompt = chat(&tokenizer, PROMPTS[2]);
     let other = Sampling { seed: 6, ..SAMPLED };
-    assert_ne!(
-        decode(&model, &prompt, options(0, other, 24)).tokens,
-        plain.tokens
-    );
+    let a = decode(&model, &prompt, options(0, SAMPLED, 24)).tokens;
+    assert_ne!(decode(&model, &prompt, options(0, other, 24)).tokens, a);
 }
 
 #[test]
@@ -124,6 +207,12 @@ fn random_weights_reject_every_draft_and_change_nothing() {
             for depth in [1, 3, 8] {
                 let spec = decode(&model, &prompt, options(depth, sampling, 40));
                 assert_eq!(spec.tokens, plain.tokens, "{dtype:?} depth {depth}");
+                let stats = spec.session.stats();
+                let (made, right) = (stats.drafted[0], stats.accepted[0]);
+                assert!(
+                    right * 4 < made,
+                    "{right} of {made}: too many for random weights"
+                );
             }
         }
     }

@@ -48,7 +48,13 @@ pub fn prefill(
         }
     };
     check(tokens, kept, cache, model)?;
-    let chunk = options.chunk.max(1);
+    let chunk = options.chunk;
+    if chunk == 0 {
+        return Err(Error::Option {
+            name: "prefill-chunk",
+            what: "must be at least 1".into(),
+        });
+    }
     let base = cache.next_position();
     let prime = options.prime && model.has_mtp();
     let (rows_before, primed_before) = (cache.rows(), cache.draft_rows());
@@ -104,6 +110,12 @@ fn check(tokens: &[u32], kept: &[u32], cache: &Cache, model: &Model) -> Result<(
     if end > limit {
         return Err(Error::Prompt(format!(
             "{end} tokens are more than the model's {limit} positions (max_position_embeddings): shorten the prompt"
+        )));
+    }
+    let vocab = model.config().vocab_size;
+    if let Some(id) = tokens.iter().find(|id| **id as usize >= vocab) {
+        return Err(Error::Prompt(format!(
+            "token id {id} is outside the vocabulary of {vocab}"
         )));
     }
     let sorted = kept.windows(2).all(|w| w[0] < w[1]);

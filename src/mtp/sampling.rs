@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
+/// Below it, dividing logits by the temperature would leave f32's range; such draws are greedy ones anyway.
+const MIN_TEMPERATURE: f32 = 1e-6;
+
 /// How tokens are drawn. Filters apply in this order: temperature, top-k, top-p, min-p.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -46,8 +49,8 @@ impl Sampling {
         let t = self.temperature;
         check(
             "temperature",
-            t.is_finite() && t >= 0.0,
-            format!("{t} must be 0 or more"),
+            t == 0.0 || (t.is_finite() && t >= MIN_TEMPERATURE),
+            format!("{t} must be 0 (greedy) or at least {MIN_TEMPERATURE}"),
         )?;
         let p = self.top_p;
         check(
@@ -63,13 +66,17 @@ impl Sampling {
         )
     }
 
-    /// Draws the token that stands at `position`. Ties go to the lowest id; a NaN among the logits is an error.
+    /// Draws the token that stands at `position`. Ties go to the lowest id; a NaN among the logits, or nothing above
+    /// -inf, is an error.
     pub fn draw(&self, logits: &[f32], position: u32) -> Result<u32> {
         let best = argmax(logits)?;
         if self.temperature == 0.0 || self.top_k == 1 {
             return Ok(best);
         }
         let top = logits[best as usize];
+        if top == f32::INFINITY {
+            return Ok(best);
+        }
         let inverse = 1.0 / self.temperature;
         let log_weight = |l: f32| (l - top) * inverse;
         let mut kept: Vec<(u32, f32)> = logits
@@ -78,11 +85,6 @@ impl Sampling {
             .filter(|(_, l)| **l > f32::NEG_INFINITY)
             .map(|(i, l)| (i as u32, log_weight(*l)))
             .collect();
-        if self.min_p > 0.0 {
-            // Relative to the most likely, so the order of filters does not matter to it.
-            let least = self.min_p.ln();
-            kept.retain(|(_, w)| *w >= least);
-        }
         let by_weight = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
         if self.top_k > 0 && self.top_k < kept.len() {
             kept.select_nth_unstable_by(self.top_k - 1, by_weight);
@@ -97,6 +99,10 @@ impl Sampling {
                 sum >= self.top_p as f64 * total
             });
             kept.truncate(enough.map_or(kept.len(), |i| i + 1));
+        }
+        if self.min_p > 0.0 {
+            let least = self.min_p.ln();
+            kept.retain(|(_, w)| *w >= least);
         }
         let noisy = kept.iter().map(|(token, w)| {
             let score = *w as f64 + gumbel(self.seed, position, *token);
@@ -123,6 +129,12 @@ fn argmax(logits: &[f32]) -> Result<u32> {
         if *l > best.1 {
             best = (i, *l);
         }
+    }
+    if best.1 == f32::NEG_INFINITY {
+        return Err(Error::argument(
+            "sampling",
+            "no token has a logit above -inf",
+        ));
     }
     Ok(best.0 as u32)
 }
@@ -195,6 +207,49 @@ mod tests {
     }
 
     #[test]
+    fn filters_apply_in_the_documented_order() {
+        // top-p sees the whole distribution, min-p what it leaves.
+        let logits = [0.5f32, 0.3, 0.1, 0.1].map(f32::ln);
+        let both = Sampling {
+            temperature: 1.0,
+            top_p: 0.62,
+            min_p: 0.5,
+            seed: 3,
+            ..Default::default()
+        };
+        chi_squared(both, &logits, &[0.625, 0.375, 0.0, 0.0]);
+        let three = Sampling {
+            top_k: 3,
+            top_p: 0.8,
+            ..both
+        };
+        // Of the three most likely, 0.5 of 0.9 is not 0.8, 0.8 of 0.9 is.
+        chi_squared(three, &logits, &[0.625, 0.375, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn extreme_logits_and_temperatures() {
+        let tiny = Sampling {
+            temperature: MIN_TEMPERATURE,
+            ..Default::default()
+        };
+        assert!(tiny.validate().is_ok());
+        assert_eq!(tiny.draw(&[0.0, 1.0, -3e38, 3e38], 1).unwrap(), 3);
+        let warm = Sampling {
+            temperature: 1.0,
+            ..Default::default()
+        };
+        assert_eq!(
+            warm.draw(&[0.0, f32::INFINITY, f32::INFINITY], 1).unwrap(),
+            1
+        );
+        for s in [Sampling::default(), warm] {
+            assert!(s.draw(&[f32::NEG_INFINITY; 3], 1).is_err());
+            assert!(s.draw(&[], 1).is_err());
+        }
+    }
+
+    #[test]
     fn greedy_takes_the_first_of_equals_and_refuses_nan() {
         let s = Sampling::default();
         assert_eq!(s.draw(&[1.0, 3.0, 3.0], 0).unwrap(), 1);
@@ -210,6 +265,10 @@ mod tests {
         for bad in [
             Sampling {
                 temperature: -1.0,
+                ..Default::default()
+            },
+            Sampling {
+                temperature: 1e-39,
                 ..Default::default()
             },
             Sampling {

@@ -125,9 +125,18 @@ impl Session {
     }
 
     /// Ends the session and gives back the cache and the last emitted token, which is not in it: a conversation's next
-    /// turn feeds that token first.
-    pub fn into_parts(self) -> (Cache, u32) {
-        (self.cache, self.next)
+    /// turn feeds that token first. A draft head that was used has then seen every row of the trunk.
+    pub fn into_parts(mut self, model: &Model, cx: &Context) -> Result<(Cache, u32)> {
+        if self.options.depth > 0 && !self.unfed.tokens.is_empty() {
+            let rows = DraftRows {
+                cache: &mut self.cache,
+                tokens: &self.unfed.tokens,
+                hidden: &self.unfed.hidden,
+                positions: &self.unfed.positions,
+            };
+            model.prime(cx, &mut [rows])?;
+        }
+        Ok((self.cache, self.next))
     }
 
     /// The tokens of one cycle: at least one until the text has ended, then none.
@@ -167,7 +176,13 @@ impl Session {
         )?;
         self.stats.verify_s += start.elapsed().as_secs_f64();
         let start = Instant::now();
-        let drawn = draw(model, cx, &hidden, &self.options.sampling, position + 1)?;
+        let drawn = match draw(model, cx, &hidden, &self.options.sampling, position + 1) {
+            Ok(drawn) => drawn,
+            Err(e) => {
+                self.cache.accept(0)?;
+                return Err(e);
+            }
+        };
         self.stats.sample_s += start.elapsed().as_secs_f64();
         let right = drafts
             .iter()
@@ -178,7 +193,9 @@ impl Session {
         self.clamp(&mut out);
         let rows = out.len();
         self.cache.accept(rows)?;
-        self.stats.cycle(drafts.len(), right.min(rows), rows);
+        // Where the text ended inside the block, nobody knows about the drafts after it.
+        let judged = if rows <= right { rows } else { drafts.len() };
+        self.stats.cycle(judged, right.min(rows), rows);
         self.feed_later(&hidden.narrow(0, 0, rows)?, &out, &positions[..rows])?;
         self.next = out[rows - 1];
         Ok(out)
@@ -235,28 +252,46 @@ impl Session {
             positions: &self.unfed.positions,
         };
         let out = model.draft(cx, &mut [rows])?;
-        let mut hidden = out.narrow(0, out.dim(0)? - 1, 1)?;
+        let hidden = out.narrow(0, out.dim(0)? - 1, 1)?;
         self.unfed.tokens.clear();
         self.unfed.positions.clear();
         let fed = self.cache.draft_rows();
+        let drafts = self.chain(model, cx, position, depth, hidden);
+        self.cache.truncate_draft(fed)?;
+        self.stats.draft_s += start.elapsed().as_secs_f64();
+        drafts
+    }
+
+    /// Drafts from the head's output `hidden`, which predicts the token after `position`.
+    fn chain(
+        &mut self,
+        model: &Model,
+        cx: &Context,
+        position: u32,
+        depth: usize,
+        mut hidden: Tensor,
+    ) -> Result<Vec<u32>> {
         let mut drafts = vec![];
         loop {
             let at = position + drafts.len() as u32;
-            drafts.push(draw(model, cx, &hidden, &self.options.sampling, at + 1)?[0]);
+            let logits = model.logits(cx, &hidden)?.to_dtype(DType::F32)?;
+            let logits: Vec<f32> = logits.flatten_all()?.to_vec1()?;
+            // A head whose logits are useless costs drafts, never the text.
+            let Ok(token) = self.options.sampling.draw(&logits, at + 1) else {
+                return Ok(drafts);
+            };
+            drafts.push(token);
             if drafts.len() == depth {
-                break;
+                return Ok(drafts);
             }
             let rows = DraftRows {
                 cache: &mut self.cache,
-                tokens: &drafts[drafts.len() - 1..],
+                tokens: &[token],
                 hidden: &hidden,
                 positions: &[at],
             };
             hidden = model.draft(cx, &mut [rows])?;
         }
-        self.cache.truncate_draft(fed)?;
-        self.stats.draft_s += start.elapsed().as_secs_f64();
-        Ok(drafts)
     }
 }
 

@@ -225,6 +225,12 @@ impl Cache {
         attention.map(|kv| (kv.values(), self.rows)).nth(index)
     }
 
+    /// Keys and values of the draft head, and the number of slots that are filled. `None` without a head.
+    pub fn draft_keys_values(&self) -> Option<(&Tensor, &Tensor, usize)> {
+        let head = self.draft.as_ref()?;
+        Some((head.keys(), head.values(), self.draft_rows))
+    }
+
     /// The committed state of every gated-delta layer: recurrent state and convolution inputs, f32.
     pub fn delta_states(&self) -> Result<Vec<(Tensor, Tensor)>> {
         let states = self.layers.iter().filter_map(|l| match l {

@@ -93,6 +93,20 @@ pub fn contents(cache: &Cache) -> Vec<Tensor> {
     all
 }
 
+/// Whether the draft heads hold the same keys and values.
+pub fn same_draft(a: &Cache, b: &Cache) -> bool {
+    let filled = |c: &Cache| {
+        let (k, v, len) = c.draft_keys_values().expect("a draft head");
+        [k, v].map(|t| {
+            t.narrow(1, 0, len)
+                .and_then(|t| t.contiguous())
+                .expect("rows")
+        })
+    };
+    let (a, b) = (filled(a), filled(b));
+    a.iter().zip(&b).all(|(a, b)| same_bits(a, b))
+}
+
 pub fn same_contents(a: &Cache, b: &Cache) -> bool {
     let (a, b) = (contents(a), contents(b));
     a.len() == b.len() && a.iter().zip(&b).all(|(a, b)| same_bits(a, b))
