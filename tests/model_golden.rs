@@ -47,13 +47,18 @@ fn dense_equals_transformers() {
 }
 
 #[test]
+fn mixture_of_experts_equals_transformers() {
+    transformers("moe", 5e-5);
+}
+
+#[test]
 fn flat_config_equals_transformers() {
     transformers("dense_flat", 5e-5);
 }
 
 #[test]
 fn bf16_is_as_close_to_f32_as_transformers_bf16_is() {
-    for name in ["dense", "dense_flat"] {
+    for name in ["dense", "dense_flat", "moe"] {
         let model = load(name, DType::BF16);
         let g = tensors(&format!("{name}/hf_golden.safetensors"));
         let (prefill, _, _) = prefill_and_decode(&model, &ids(&g["input_ids"]));
@@ -87,6 +92,7 @@ fn every_mlx_variant_equals_mlx() {
         ("dense_q8g32", 5e-4),
         ("dense_custom", 5e-4),
         ("dense_flat_q4g32", 5e-5),
+        ("moe_q4g64", 5e-5),
     ];
     for (name, bound) in variants {
         let model = load(&format!("mlx/{name}"), DType::F32);
@@ -169,6 +175,7 @@ fn argmax(logits: &Tensor) -> u32 {
 fn draft_head_chains_to_depth_four() {
     mtp("dense", 5e-4);
     mtp("dense_flat", 5e-5);
+    mtp("moe", 5e-5);
 }
 
 /// The quantized side-car head, beside the unquantized trunk whose embedding the golden used.

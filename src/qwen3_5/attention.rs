@@ -9,7 +9,7 @@ use crate::ops::{self, Context};
 
 use super::cache::KeyValues;
 use super::config::TextConfig;
-use super::weights::Scope;
+use super::scope::Scope;
 
 pub(crate) struct Attention {
     q: Weight,

@@ -1,17 +1,25 @@
-//! A checkpoint folder's safetensors files, mapped and checked before anything is read.
+//! A checkpoint folder's safetensors files, checked before anything is read.
+//!
+//! Tensors are read from their place in the file and not through a map: what has been packed leaves no pages behind, and a
+//! file that another process shortens is an error, not a signal.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Component, Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
-use candle_core::{DType, Device, Tensor};
-use memmap2::Mmap;
-use safetensors::{Dtype, SafeTensors};
+use candle_core::{Device, Tensor};
+use half::{bf16, f16};
+use safetensors::tensor::Metadata;
+use safetensors::Dtype;
 
 use crate::error::{Error, Result};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+/// What the format's own reader allows.
+const MAX_HEADER: u64 = 100_000_000;
 /// Draft heads that some writers keep beside the trunk.
 const SIDE_CARS: [&str; 3] = [
     "mtp.safetensors",
@@ -23,11 +31,14 @@ struct Entry {
     file: usize,
     dtype: Dtype,
     shape: Vec<usize>,
+    /// First byte in the file.
+    start: u64,
+    bytes: usize,
 }
 
 struct Shard {
     path: PathBuf,
-    map: Mmap,
+    file: Mutex<File>,
 }
 
 /// An open checkpoint: every tensor's name, shape and dtype, and its bytes on demand.
@@ -120,30 +131,21 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Maps a file and takes up its tensors. `replace` is for side-cars, which may repeat what the trunk's file holds.
+    /// Reads a file's header and takes up its tensors. `replace` is for side-cars, which may repeat what the trunk's file
+    /// holds.
     fn add(&mut self, path: &Path, replace: bool) -> Result<()> {
-        let file = File::open(path).map_err(|e| Error::io(path, e))?;
-        // SAFETY: the map is only read; a file that another process shortens while it is mapped is outside what can be
-        // checked (README, limits).
-        let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, e))?;
-        let (_, metadata) = SafeTensors::read_metadata(&map)
-            .map_err(|e| file_error(path, format!("not a valid safetensors file ({e})")))?;
-        let parsed = SafeTensors::deserialize(&map).map_err(|e| {
-            file_error(
-                path,
-                format!("not a valid safetensors file ({e}); is it truncated?"),
-            )
-        })?;
-        let format = metadata
-            .metadata()
-            .as_ref()
-            .and_then(|m: &HashMap<_, _>| m.get("format"));
+        let mut file = File::open(path).map_err(|e| Error::io(path, e))?;
+        let (data, header) = read_header(path, &mut file)?;
+        let format = header.metadata().as_ref().and_then(|m| m.get("format"));
         self.mlx |= format.is_some_and(|f| f == "mlx");
-        for (name, view) in parsed.tensors() {
+        for (name, info) in header.tensors() {
+            let (from, to) = info.data_offsets;
             let entry = Entry {
                 file: self.shards.len(),
-                dtype: view.dtype(),
-                shape: view.shape().to_vec(),
+                dtype: info.dtype,
+                shape: info.shape.clone(),
+                start: data + from as u64,
+                bytes: to - from,
             };
             if self.entries.insert(name.clone(), entry).is_some() && !replace {
                 return Err(tensor_error(
@@ -153,10 +155,9 @@ impl Checkpoint {
                 ));
             }
         }
-        drop(parsed);
         self.shards.push(Shard {
             path: path.to_path_buf(),
-            map,
+            file: Mutex::new(file),
         });
         Ok(())
     }
@@ -164,6 +165,14 @@ impl Checkpoint {
     /// The folder.
     pub fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// The file that holds a tensor, or the folder when none does.
+    pub fn file(&self, tensor: &str) -> &Path {
+        match self.entries.get(tensor) {
+            Some(entry) => &self.shards[entry.file].path,
+            None => &self.dir,
+        }
     }
 
     /// Whether MLX wrote it, by its metadata.
@@ -186,39 +195,141 @@ impl Checkpoint {
         self.entries.get(name).map(|e| e.shape.as_slice())
     }
 
+    /// Whether a tensor holds packed codes.
+    pub(crate) fn is_packed(&self, name: &str) -> bool {
+        self.entries
+            .get(name)
+            .is_some_and(|e| e.dtype == Dtype::U32)
+    }
+
+    /// Bytes that a tensor takes in its file.
+    pub fn size_bytes(&self, name: &str) -> Option<usize> {
+        self.entries.get(name).map(|e| e.bytes)
+    }
+
     /// A tensor on the CPU, in the dtype that it is stored in.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
-        let Some(entry) = self.entries.get(name) else {
+        let shape = self.shape(name).map(<[usize]>::to_vec);
+        self.read(name, 0, shape)
+    }
+
+    /// `count` rows from `first` of a tensor seen as `[rows, columns]`, its leading dimensions taken together: an expert of
+    /// a stack, without the rest of it.
+    pub fn rows(&self, name: &str, first: usize, count: usize) -> Result<Tensor> {
+        let shape = match self.shape(name) {
+            Some([leading @ .., columns]) => {
+                let rows: usize = leading.iter().product();
+                if first.checked_add(count).is_none_or(|end| end > rows) {
+                    let what = format!("has {rows} rows, not {count} from {first}");
+                    return Err(tensor_error(&self.dir, name, what));
+                }
+                Some(vec![count, *columns])
+            }
+            _ => None,
+        };
+        self.read(name, first, shape)
+    }
+
+    fn read(&self, name: &str, first_row: usize, shape: Option<Vec<usize>>) -> Result<Tensor> {
+        let (Some(entry), Some(shape)) = (self.entries.get(name), shape) else {
             return Err(tensor_error(&self.dir, name, "missing"));
         };
         let shard = &self.shards[entry.file];
-        let dtype = match entry.dtype {
-            Dtype::F32 => DType::F32,
-            Dtype::BF16 => DType::BF16,
-            Dtype::F16 => DType::F16,
-            Dtype::U32 => DType::U32,
-            Dtype::U8 => DType::U8,
-            Dtype::I64 => DType::I64,
+        let columns = entry.shape.last().copied().unwrap_or(1);
+        let source = Source {
+            shard,
+            first: (first_row * columns) as u64,
+            start: entry.start,
+            len: shape.iter().product(),
+        };
+        let device = &Device::Cpu;
+        Ok(match entry.dtype {
+            Dtype::F32 => Tensor::from_vec(source.values::<f32>()?, shape, device)?,
+            Dtype::BF16 => Tensor::from_vec(source.values::<bf16>()?, shape, device)?,
+            Dtype::F16 => Tensor::from_vec(source.values::<f16>()?, shape, device)?,
+            Dtype::U32 => Tensor::from_vec(source.values::<u32>()?, shape, device)?,
+            Dtype::U8 => Tensor::from_vec(source.values::<u8>()?, shape, device)?,
+            Dtype::I64 => Tensor::from_vec(source.values::<i64>()?, shape, device)?,
             other => {
                 let what = format!(
                     "dtype {other:?} is not supported: expected F32, BF16, F16 or packed U32"
                 );
                 return Err(tensor_error(&shard.path, name, what));
             }
-        };
-        let parsed = SafeTensors::deserialize(&shard.map)
-            .map_err(|e| file_error(&shard.path, format!("not a valid safetensors file ({e})")))?;
-        let view = parsed
-            .tensor(name)
-            .map_err(|e| tensor_error(&shard.path, name, e.to_string()))?;
-        Ok(Tensor::from_raw_buffer(
-            view.data(),
-            dtype,
-            &entry.shape,
-            &Device::Cpu,
-        )?)
+        })
     }
 }
+
+/// The header of a safetensors file, checked against the file's size, and where its data begin.
+fn read_header(path: &Path, file: &mut File) -> Result<(u64, Metadata)> {
+    let invalid = |what: &str| {
+        let what = format!("not a valid safetensors file ({what})");
+        file_error(path, what)
+    };
+    let size = file.metadata().map_err(|e| Error::io(path, e))?.len();
+    let mut length = [0; 8];
+    file.read_exact(&mut length)
+        .map_err(|_| invalid("shorter than its header's length"))?;
+    let length = u64::from_le_bytes(length);
+    if length > MAX_HEADER || length > size.saturating_sub(8) {
+        return Err(invalid(&format!(
+            "a header of {length} bytes in a file of {size}; is it truncated?"
+        )));
+    }
+    let mut header = vec![0; length as usize];
+    file.read_exact(&mut header)
+        .map_err(|e| invalid(&e.to_string()))?;
+    let header: Metadata =
+        serde_json::from_slice(&header).map_err(|e| invalid(&format!("header: {e}")))?;
+    let (data, expected) = (8 + length, header.data_len() as u64);
+    if size - data != expected {
+        return Err(invalid(&format!(
+            "{} bytes of data where its header promises {expected}; is it truncated?",
+            size - data
+        )));
+    }
+    Ok((data, header))
+}
+
+/// A run of values in a file.
+struct Source<'a> {
+    shard: &'a Shard,
+    start: u64,
+    /// Values to skip.
+    first: u64,
+    len: usize,
+}
+
+impl Source<'_> {
+    fn values<T: Number>(&self) -> Result<Vec<T>> {
+        let mut values = vec![T::default(); self.len];
+        // SAFETY: a `Number` is plain bytes without padding, any of which are a value; the borrow is exclusive.
+        let bytes = unsafe {
+            std::slice::from_raw_parts_mut(
+                values.as_mut_ptr().cast::<u8>(),
+                std::mem::size_of_val(values.as_slice()),
+            )
+        };
+        let mut file = (self.shard.file.lock()).unwrap_or_else(PoisonError::into_inner);
+        let at = self.start + self.first * std::mem::size_of::<T>() as u64;
+        file.seek(SeekFrom::Start(at))
+            .and_then(|_| file.read_exact(bytes))
+            .map_err(|e| Error::io(&self.shard.path, e))?;
+        Ok(values)
+    }
+}
+
+/// A number as a file holds it.
+///
+/// # Safety
+/// Every bit pattern must be a value.
+unsafe trait Number: Copy + Default {}
+unsafe impl Number for f32 {}
+unsafe impl Number for bf16 {}
+unsafe impl Number for f16 {}
+unsafe impl Number for u32 {}
+unsafe impl Number for u8 {}
+unsafe impl Number for i64 {}
 
 fn file_error(file: &Path, what: impl Into<String>) -> Error {
     Error::File {

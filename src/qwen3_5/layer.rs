@@ -9,8 +9,8 @@ use crate::ops::{self, Context};
 use super::attention::Attention;
 use super::config::{LayerType, TextConfig};
 use super::gated_delta_net::GatedDeltaNet;
-use super::mlp::Mlp;
-use super::weights::Scope;
+use super::mlp::FeedForward;
+use super::scope::Scope;
 
 pub(crate) enum Mixer {
     Attention(Attention),
@@ -21,7 +21,7 @@ pub(crate) struct Layer {
     input_norm: Tensor,
     pub(crate) mixer: Mixer,
     post_norm: Tensor,
-    mlp: Mlp,
+    feed_forward: FeedForward,
     eps: f64,
 }
 
@@ -39,7 +39,7 @@ impl Layer {
             input_norm: scope.norm("input_layernorm", config.hidden_size)?,
             mixer,
             post_norm: scope.norm("post_attention_layernorm", config.hidden_size)?,
-            mlp: Mlp::load(&scope.pp("mlp"), config)?,
+            feed_forward: FeedForward::load(&scope.pp("mlp"), config)?,
             eps: config.rms_norm_eps,
         })
     }
@@ -59,7 +59,7 @@ impl Layer {
         let normed = self.normed(cx, x)?;
         let x = (x + mix(&self.mixer, &normed)?)?;
         let normed = ops::rms_norm(cx, &x, &self.post_norm, self.eps)?;
-        Ok((&x + self.mlp.forward(cx, &normed)?)?)
+        Ok((&x + self.feed_forward.forward(cx, &normed)?)?)
     }
 
     pub(crate) fn size_bytes(&self) -> usize {
@@ -68,6 +68,10 @@ impl Layer {
             Mixer::Attention(m) => sum(&m.weights()),
             Mixer::Delta(m) => sum(&m.weights()),
         };
-        mixer + sum(&self.mlp.weights())
+        mixer + self.feed_forward.size_bytes()
+    }
+
+    pub(crate) fn expert_bytes(&self) -> usize {
+        self.feed_forward.expert_bytes()
     }
 }

@@ -8,7 +8,9 @@ mod gated_delta_net;
 mod layer;
 mod mlp;
 mod model;
+mod moe;
 mod mtp;
+mod scope;
 mod weights;
 
 pub use crate::ops::gated_delta::Keep;

@@ -106,12 +106,6 @@ impl Model {
         }
         let weights = Weights::new(checkpoint, config, &options.device)?;
         let text = &config.text;
-        if text.moe.is_some() {
-            return Err(Error::config(
-                checkpoint.dir().join("config.json"),
-                "mixture-of-experts models are not supported yet",
-            ));
-        }
         let trunk = weights.trunk();
         let layers = trunk.pp("layers");
         let layer = |(i, kind): (usize, &_)| Layer::load(&layers.pp(&i.to_string()), *kind, text);
@@ -170,6 +164,12 @@ impl Model {
         let draft = self.head.as_ref().map_or(0, DraftHead::size_bytes);
         let layers: usize = self.layers.iter().map(Layer::size_bytes).sum();
         self.embedding.size_bytes() + layers + head + draft
+    }
+
+    /// Bytes of one expert's weights, in a mixture of experts: the route `moe/expert` counts how often a pass read one.
+    pub fn expert_bytes(&self) -> usize {
+        let layers = self.layers.iter().map(Layer::expert_bytes);
+        layers.max().unwrap_or(0)
     }
 
     /// An empty cache for one sequence.

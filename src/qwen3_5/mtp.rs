@@ -13,7 +13,7 @@ use crate::ops::{self, Context};
 use super::attention::Span;
 use super::config::{LayerType, TextConfig};
 use super::layer::{Layer, Mixer};
-use super::weights::Scope;
+use super::scope::Scope;
 
 pub(crate) struct DraftHead {
     embedding_norm: Tensor,
