@@ -44,6 +44,11 @@ pub struct Args {
 
 /// Runs the measurement and prints it.
 pub fn run(args: &Args) -> Result<()> {
+    // On a thread of the pool, as a model's passes run.
+    rayon::scope(|_| measure(args))
+}
+
+fn measure(args: &Args) -> Result<()> {
     let bandwidth = read_bandwidth();
     let isa = format!("{:?}", Isa::best());
     let threads = rayon::current_num_threads();

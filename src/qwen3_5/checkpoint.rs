@@ -9,7 +9,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use safetensors::tensor::Metadata;
 use safetensors::Dtype;
@@ -193,6 +193,19 @@ impl Checkpoint {
     /// A tensor's shape.
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         self.entries.get(name).map(|e| e.shape.as_slice())
+    }
+
+    /// A tensor's dtype, where candle has it.
+    pub fn dtype(&self, name: &str) -> Option<DType> {
+        match self.entries.get(name)?.dtype {
+            Dtype::F32 => Some(DType::F32),
+            Dtype::BF16 => Some(DType::BF16),
+            Dtype::F16 => Some(DType::F16),
+            Dtype::U32 => Some(DType::U32),
+            Dtype::U8 => Some(DType::U8),
+            Dtype::I64 => Some(DType::I64),
+            _ => None,
+        }
     }
 
     /// Whether a tensor holds packed codes.

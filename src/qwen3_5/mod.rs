@@ -4,6 +4,7 @@ mod attention;
 mod cache;
 pub mod checkpoint;
 pub mod config;
+pub mod convert;
 mod gated_delta_net;
 mod layer;
 mod mlp;

@@ -180,7 +180,7 @@ impl Model {
     /// Runs the rows of any number of sequences in one pass and returns the hidden state after the final norm,
     /// `[total rows, hidden]`. Every row's result is bitwise what it is alone. Input is checked before any cache changes.
     pub fn forward(&self, cx: &Context, batch: &mut [Rows]) -> Result<Tensor> {
-        self.pass(cx, batch, None)
+        self.in_pool(|| self.pass(cx, batch, None))
     }
 
     /// [`Model::forward`] of one sequence, which also records the queries of every full-attention layer.
@@ -191,7 +191,16 @@ impl Model {
         capture: &mut Capture,
     ) -> Result<Tensor> {
         capture.queries.clear();
-        self.pass(cx, &mut [rows], Some(&mut capture.queries))
+        self.in_pool(|| self.pass(cx, &mut [rows], Some(&mut capture.queries)))
+    }
+
+    /// Runs a pass on a thread of the pool: from another thread, each of its hundreds of parallel loops would wake the pool and
+    /// wait, tens of microseconds at a time.
+    fn in_pool<R: Send>(&self, pass: impl FnOnce() -> R + Send) -> R {
+        match self.device {
+            Device::Cpu => rayon::scope(|_| pass()),
+            _ => pass(),
+        }
     }
 
     fn pass(
@@ -251,19 +260,21 @@ impl Model {
 
     /// Logits `[rows, vocab]` of hidden states `[rows, hidden]`, from the trunk or from the draft head.
     pub fn logits(&self, cx: &Context, hidden: &Tensor) -> Result<Tensor> {
-        ops::matmul(cx, hidden, self.lm_head.as_ref().unwrap_or(&self.embedding))
+        let head = self.lm_head.as_ref().unwrap_or(&self.embedding);
+        self.in_pool(|| ops::matmul(cx, hidden, head))
     }
 
     /// Runs rows through the draft head, appends them to its cache and returns its output after `mtp.norm`,
     /// `[total rows, hidden]`.
     pub fn draft(&self, cx: &Context, batch: &mut [DraftRows]) -> Result<Tensor> {
-        let out = self.draft_pass(cx, batch, false)?;
+        let out = self.in_pool(|| self.draft_pass(cx, batch, false))?;
         out.ok_or_else(|| Error::argument("draft", "the pass gave no rows"))
     }
 
     /// [`Model::draft`] for rows whose prediction nobody wants: only their keys and values are computed.
     pub fn prime(&self, cx: &Context, batch: &mut [DraftRows]) -> Result<()> {
-        self.draft_pass(cx, batch, true).map(|_| ())
+        self.in_pool(|| self.draft_pass(cx, batch, true))
+            .map(|_| ())
     }
 
     fn draft_pass(

@@ -61,7 +61,9 @@ impl Fixed {
     pub(super) fn new(x: &[f32], k: usize, group_size: usize, limbs: usize) -> Self {
         let rows = x.len().checked_div(k).unwrap_or(0);
         let sizes: &[usize] = if limbs == 1 { &TILES_16 } else { &TILES_24 };
-        let special = |r: &usize| x[r * k..][..k].iter().any(|v| !v.is_finite());
+        let special: Vec<usize> = (0..rows)
+            .filter(|r| !all_finite(&x[r * k..][..k]))
+            .collect();
         let make = |tile: Tile| {
             let groups = k / group_size;
             let mut out = FixedTile {
@@ -70,67 +72,98 @@ impl Fixed {
                 steps: vec![1.0; groups * tile.size],
                 sums: vec![0.0; groups * tile.size],
             };
-            for r in 0..tile.rows {
-                let row = &x[(tile.first + r) * k..][..k];
-                if row.iter().all(|v| v.is_finite()) {
-                    out.set_row(r, row, group_size, limbs);
-                }
-            }
+            out.fill(x, k, group_size, &special);
             out
         };
         let tiles = tiles(rows, sizes);
-        let tiles = match x.len() < 1 << 15 {
-            true => tiles.into_iter().map(make).collect(),
-            false => tiles.into_par_iter().map(make).collect(),
+        let tiles = match tiles.len() {
+            0..4 => tiles.into_iter().map(make).collect(),
+            _ => tiles.into_par_iter().map(make).collect(),
         };
         Self {
             group_size,
             limbs,
             tiles,
-            special: (0..rows).filter(special).collect(),
+            special,
         }
     }
 }
 
+fn all_finite(x: &[f32]) -> bool {
+    let largest = x.iter().fold(0, |m, v| (v.to_bits() & 0x7fff_ffff).max(m));
+    largest < 0x7f80_0000
+}
+
+/// Groups of a tile that one thread takes at least: fewer are not worth waking another.
+const GROUPS_PER_THREAD: usize = 64;
+
 impl FixedTile {
-    fn set_row(&mut self, r: usize, row: &[f32], group_size: usize, limbs: usize) {
-        #[cfg(target_arch = "x86_64")]
-        if std::arch::is_x86_feature_detected!("avx2") {
-            // SAFETY: the feature was just detected.
-            return unsafe { self.set_row_avx2(r, row, group_size, limbs) };
+    /// Fills in the tile's rows, leaving out the `special` ones.
+    fn fill(&mut self, x: &[f32], k: usize, group_size: usize, special: &[usize]) {
+        let (tile, size) = (self.tile, self.tile.size);
+        let per_group = self.pairs.len() / (k / group_size).max(1);
+        if per_group == 0 {
+            return;
         }
-        self.set_row_any(r, row, group_size, limbs)
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx2")]
-    unsafe fn set_row_avx2(&mut self, r: usize, row: &[f32], group_size: usize, limbs: usize) {
-        self.set_row_any(r, row, group_size, limbs)
-    }
-
-    #[inline(always)]
-    fn set_row_any(&mut self, r: usize, row: &[f32], group_size: usize, limbs: usize) {
-        let size = self.tile.size;
-        let mut values = [0i32; 128];
-        for (g, x) in row.chunks_exact(group_size).enumerate() {
-            let values = &mut values[..group_size];
-            let (step, sum) = quantize(x, values, if limbs == 1 { 15 } else { 23 });
-            self.steps[g * size + r] = step;
-            self.sums[g * size + r] = sum as f32 * step;
-            let pairs = &mut self.pairs[g * group_size / 2 * limbs * size..]
-                [..group_size / 2 * limbs * size];
-            if limbs == 1 {
-                for (pair, out) in values.chunks_exact(2).zip(pairs.chunks_exact_mut(size)) {
-                    out[r] = (pair[0] & 0xffff) | pair[1] << 16;
-                }
-            } else {
-                for (pair, out) in values.chunks_exact(2).zip(pairs.chunks_exact_mut(2 * size)) {
-                    out[r] = (pair[0] >> 8 & 0xffff) | (pair[1] >> 8) << 16;
-                    out[size + r] = (pair[0] & 0xff) | (pair[1] & 0xff) << 16;
-                }
+        let group = |g: usize, pairs: &mut [i32], steps: &mut [f32], sums: &mut [f32]| {
+            for r in (0..tile.rows).filter(|r| !special.contains(&(tile.first + r))) {
+                let x = &x[(tile.first + r) * k + g * group_size..][..group_size];
+                (steps[r], sums[r]) = set_group(x, &mut pairs[r..], size);
             }
+        };
+        let parts = (self.pairs.par_chunks_mut(per_group))
+            .zip(self.steps.par_chunks_mut(size))
+            .zip(self.sums.par_chunks_mut(size))
+            .enumerate();
+        if tile.rows * k < 1 << 13 {
+            let parts = (self.pairs.chunks_mut(per_group))
+                .zip(self.steps.chunks_mut(size))
+                .zip(self.sums.chunks_mut(size))
+                .enumerate();
+            parts.for_each(|(g, ((pairs, steps), sums))| group(g, pairs, steps, sums));
+        } else {
+            parts
+                .with_min_len(GROUPS_PER_THREAD.div_ceil(tile.rows))
+                .for_each(|(g, ((pairs, steps), sums))| group(g, pairs, steps, sums));
         }
     }
+}
+
+/// A group of one row: pairs to every `size`th place, the step and the sum returned. `pairs` holds two limbs where it is
+/// long enough for two.
+fn set_group(x: &[f32], pairs: &mut [i32], size: usize) -> (f32, f32) {
+    #[cfg(target_arch = "x86_64")]
+    if crate::ops::cpu::has_avx2() {
+        // SAFETY: the feature was just detected.
+        return unsafe { set_group_avx2(x, pairs, size) };
+    }
+    set_group_any(x, pairs, size)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn set_group_avx2(x: &[f32], pairs: &mut [i32], size: usize) -> (f32, f32) {
+    set_group_any(x, pairs, size)
+}
+
+#[inline(always)]
+fn set_group_any(x: &[f32], pairs: &mut [i32], size: usize) -> (f32, f32) {
+    let mut values = [0i32; 128];
+    let values = &mut values[..x.len()];
+    let one_limb = pairs.len() <= x.len() / 2 * size;
+    let (step, sum) = quantize(x, values, if one_limb { 15 } else { 23 });
+    if one_limb {
+        let places = pairs.iter_mut().step_by(size);
+        for (pair, out) in values.chunks_exact(2).zip(places) {
+            *out = (pair[0] & 0xffff) | pair[1] << 16;
+        }
+    } else {
+        for (i, pair) in values.chunks_exact(2).enumerate() {
+            pairs[2 * i * size] = (pair[0] >> 8 & 0xffff) | (pair[1] >> 8) << 16;
+            pairs[(2 * i + 1) * size] = (pair[0] & 0xff) | (pair[1] & 0xff) << 16;
+        }
+    }
+    (step, sum as f32 * step)
 }
 
 /// Rounds finite `x` to signed integers of `bits` bits and a sign, to nearest, ties to even; returns the step and the integers' sum.

@@ -1,6 +1,7 @@
-//! The kernels with AVX2 and FMA, eight columns to a vector.
+//! The kernels with AVX2 and FMA, eight columns to a vector; with AVX-VNNI where that is there too.
 //!
-//! `vpmaddwd` multiplies 16-bit codes by 16-bit limbs and adds pairs, exactly, so the sums are the portable ones.
+//! `vpmaddwd` multiplies 16-bit codes by 16-bit limbs and adds pairs, exactly, so the sums are the portable ones; `vpdpwssd`
+//! of AVX-VNNI adds them to the sum as well.
 
 // Indexed loops over constant sizes unroll into registers.
 #![allow(clippy::needless_range_loop)]
@@ -31,8 +32,8 @@ macro_rules! load {
 /// See [`super::portable::affine`].
 ///
 /// # Safety
-/// AVX2, FMA and F16C must be there, and `out` must hold the tile's rows.
-pub(super) unsafe fn affine(
+/// AVX2, FMA and F16C must be there, AVX-VNNI too if `VNNI`, and `out` must hold the tile's rows.
+pub(super) unsafe fn affine<const VNNI: bool>(
     w: &Affine,
     block: usize,
     x: &FixedTile,
@@ -42,17 +43,23 @@ pub(super) unsafe fn affine(
     macro_rules! rows {
         ($a:literal, $b:literal) => {
             match (limbs, x.tile.size) {
-                (1, 1) => tile::<$a, $b, 1, 1, 2>(w, block, x, out),
-                (1, 2) => tile::<$a, $b, 2, 1, 2>(w, block, x, out),
-                (1, 3) => tile::<$a, $b, 3, 1, 2>(w, block, x, out),
-                (1, 4) => tile::<$a, $b, 4, 1, 1>(w, block, x, out),
-                (1, 6) => tile::<$a, $b, 6, 1, 1>(w, block, x, out),
-                (1, 8) => tile::<$a, $b, 8, 1, 1>(w, block, x, out),
-                (2, 1) => tile::<$a, $b, 1, 2, 2>(w, block, x, out),
-                (2, 2) => tile::<$a, $b, 2, 2, 1>(w, block, x, out),
-                (2, 3) => tile::<$a, $b, 3, 2, 1>(w, block, x, out),
-                (2, 4) => tile::<$a, $b, 4, 2, 1>(w, block, x, out),
+                (1, 1) => rows!($a, $b, 1, 1, 2),
+                (1, 2) => rows!($a, $b, 2, 1, 2),
+                (1, 3) => rows!($a, $b, 3, 1, 2),
+                (1, 4) => rows!($a, $b, 4, 1, 1),
+                (1, 6) => rows!($a, $b, 6, 1, 1),
+                (1, 8) => rows!($a, $b, 8, 1, 1),
+                (2, 1) => rows!($a, $b, 1, 2, 2),
+                (2, 2) => rows!($a, $b, 2, 2, 1),
+                (2, 3) => rows!($a, $b, 3, 2, 1),
+                (2, 4) => rows!($a, $b, 4, 2, 1),
                 _ => super::portable::affine(w, block, x, limbs, out),
+            }
+        };
+        ($a:literal, $b:literal, $r:literal, $l:literal, $h:literal) => {
+            match VNNI {
+                true => tile_vnni::<$a, $b, $r, $l, $h>(w, block, x, out),
+                false => tile_avx2::<$a, $b, $r, $l, $h>(w, block, x, out),
             }
         };
     }
@@ -67,7 +74,35 @@ pub(super) unsafe fn affine(
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn tile<const A: i32, const B: i32, const R: usize, const L: usize, const H: usize>(
+unsafe fn tile_avx2<const A: i32, const B: i32, const R: usize, const L: usize, const H: usize>(
+    w: &Affine,
+    block: usize,
+    x: &FixedTile,
+    out: &mut [[f32; 16]],
+) {
+    tile::<A, B, R, L, H, false>(w, block, x, out)
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+unsafe fn tile_vnni<const A: i32, const B: i32, const R: usize, const L: usize, const H: usize>(
+    w: &Affine,
+    block: usize,
+    x: &FixedTile,
+    out: &mut [[f32; 16]],
+) {
+    tile::<A, B, R, L, H, true>(w, block, x, out)
+}
+
+// Inlined always, so that it is compiled with its caller's instruction set.
+#[inline(always)]
+unsafe fn tile<
+    const A: i32,
+    const B: i32,
+    const R: usize,
+    const L: usize,
+    const H: usize,
+    const VNNI: bool,
+>(
     w: &Affine,
     block: usize,
     x: &FixedTile,
@@ -124,8 +159,13 @@ unsafe fn tile<const A: i32, const B: i32, const R: usize, const L: usize, const
                             for r in 0..R {
                                 let pair = _mm256_set1_epi32(*v.add(l * R + r));
                                 for h in 0..H {
-                                    let product = _mm256_madd_epi16(code[h], pair);
-                                    acc[h][l][r] = _mm256_add_epi32(acc[h][l][r], product);
+                                    let sum = &mut acc[h][l][r];
+                                    if VNNI {
+                                        *sum = _mm256_dpwssd_avx_epi32(*sum, code[h], pair);
+                                    } else {
+                                        let product = _mm256_madd_epi16(code[h], pair);
+                                        *sum = _mm256_add_epi32(*sum, product);
+                                    }
                                 }
                             }
                         }
@@ -166,7 +206,7 @@ unsafe fn tile<const A: i32, const B: i32, const R: usize, const L: usize, const
 /// See [`super::portable::dense`].
 ///
 /// # Safety
-/// As for [`affine`].
+/// As for [`affine`], without AVX-VNNI.
 pub(super) unsafe fn dense(w: &Dense, block: usize, x: &FloatTile, out: &mut [[f32; 16]]) {
     // The type is a constant of the loops: a match inside them costs ten times the arithmetic.
     macro_rules! rows {

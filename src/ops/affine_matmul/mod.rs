@@ -7,6 +7,10 @@
 mod activations;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod packed;
 pub mod policy;
 mod portable;
@@ -23,36 +27,6 @@ use policy::{choose, Call, Isa, Kernel};
 use run::Output;
 
 pub use reference::reference;
-
-#[cfg(target_arch = "x86_64")]
-use avx2::{affine as avx2_affine, dense as avx2_dense};
-#[cfg(not(target_arch = "x86_64"))]
-use no_avx2::{affine as avx2_affine, dense as avx2_dense};
-
-#[cfg(not(target_arch = "x86_64"))]
-mod no_avx2 {
-    use super::{activations, packed, portable};
-
-    /// Never reached: `Isa::available` has no AVX2 here.
-    pub(super) unsafe fn affine(
-        w: &packed::Affine,
-        block: usize,
-        x: &activations::FixedTile,
-        limbs: usize,
-        out: &mut [[f32; 16]],
-    ) {
-        portable::affine(w, block, x, limbs, out)
-    }
-
-    pub(super) unsafe fn dense(
-        w: &packed::Dense,
-        block: usize,
-        x: &activations::FloatTile,
-        out: &mut [[f32; 16]],
-    ) {
-        portable::dense(w, block, x, out)
-    }
-}
 
 const OP: &str = "affine_matmul";
 

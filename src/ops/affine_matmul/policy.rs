@@ -1,5 +1,7 @@
 //! Which kernel a call takes: pure code, one table.
 
+use std::sync::OnceLock;
+
 use candle_core::DType;
 
 use crate::affine::AffineFormat;
@@ -9,21 +11,49 @@ use crate::affine::AffineFormat;
 pub enum Isa {
     /// Plain Rust.
     Portable,
+    /// AArch64 with NEON.
+    Neon,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,
+    /// AVX2 and AVX-VNNI.
+    AvxVnni,
+    /// x86-64 with AVX-512 F, BW and VNNI.
+    Avx512,
 }
 
 impl Isa {
     /// The instruction sets that this machine runs, best first.
     pub fn available() -> &'static [Isa] {
-        #[cfg(target_arch = "x86_64")]
-        if std::arch::is_x86_feature_detected!("avx2")
-            && std::arch::is_x86_feature_detected!("fma")
-            && std::arch::is_x86_feature_detected!("f16c")
-        {
-            return &[Isa::Avx2, Isa::Portable];
-        }
-        &[Isa::Portable]
+        static AVAILABLE: OnceLock<Vec<Isa>> = OnceLock::new();
+        AVAILABLE.get_or_init(Self::detect)
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn detect() -> Vec<Isa> {
+        let avx2 = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        let avx512 = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vnni");
+        let vnni = avx2 && is_x86_feature_detected!("avxvnni");
+        let sets = [
+            (avx512, Isa::Avx512),
+            (vnni, Isa::AvxVnni),
+            (avx2, Isa::Avx2),
+            (true, Isa::Portable),
+        ];
+        sets.into_iter().filter(|s| s.0).map(|s| s.1).collect()
+    }
+
+    #[cfg(target_arch = "aarch64")]
+    fn detect() -> Vec<Isa> {
+        vec![Isa::Neon, Isa::Portable]
+    }
+
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    fn detect() -> Vec<Isa> {
+        vec![Isa::Portable]
     }
 
     /// The best that this machine runs.
@@ -82,9 +112,17 @@ pub fn choose(call: Call, isa: Isa) -> Kernel {
         (Some(_), _) => 1,
     };
     let name = match (isa, limbs) {
-        (Isa::Avx2, 0) => "dense_avx2",
+        (Isa::Avx512, 0) => "dense_avx512",
+        (Isa::Avx512, 1) => "fixed16_avx512",
+        (Isa::Avx512, _) => "fixed24_avx512",
+        (Isa::AvxVnni | Isa::Avx2, 0) => "dense_avx2",
+        (Isa::AvxVnni, 1) => "fixed16_avxvnni",
+        (Isa::AvxVnni, _) => "fixed24_avxvnni",
         (Isa::Avx2, 1) => "fixed16_avx2",
         (Isa::Avx2, _) => "fixed24_avx2",
+        (Isa::Neon, 0) => "dense_neon",
+        (Isa::Neon, 1) => "fixed16_neon",
+        (Isa::Neon, _) => "fixed24_neon",
         (Isa::Portable, 0) => "dense_portable",
         (Isa::Portable, 1) => "fixed16_portable",
         (Isa::Portable, _) => "fixed24_portable",

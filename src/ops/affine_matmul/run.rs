@@ -1,14 +1,22 @@
 //! Runs a kernel over all blocks of columns and tiles of rows.
 
+use std::ops::Range;
+
 use candle_core::{CpuStorage, DType, Storage, Tensor};
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::activations::{float_tiles, Fixed, Tile};
+#[cfg(target_arch = "aarch64")]
+use super::neon;
 use super::packed::{Affine, Dense, COLUMNS};
 use super::policy::Isa;
-use super::{avx2_affine, avx2_dense, portable};
+use super::portable;
+#[cfg(target_arch = "x86_64")]
+use super::{avx2, avx512};
 use crate::error::Result;
+use crate::ops::cpu::Element;
 
 /// Bytes of activations that stay in a core's cache while the weights stream by.
 const PANEL_BYTES: usize = 192 << 10;
@@ -20,8 +28,9 @@ pub(super) fn values(x: &Tensor) -> Result<Vec<f32>> {
     let range = layout.start_offset()..layout.start_offset() + x.elem_count();
     Ok(match &*storage {
         Storage::Cpu(CpuStorage::F32(v)) => v[range].to_vec(),
-        Storage::Cpu(CpuStorage::BF16(v)) => v[range].iter().map(|v| v.to_f32()).collect(),
-        Storage::Cpu(CpuStorage::F16(v)) => v[range].iter().map(|v| v.to_f32()).collect(),
+        // Not `to_f32`, whose NaN check keeps the loop from vectorising.
+        Storage::Cpu(CpuStorage::BF16(v)) => v[range].iter().map(|v| Element::f32(*v)).collect(),
+        Storage::Cpu(CpuStorage::F16(v)) => v[range].to_f32_vec(),
         _ => x.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?,
     })
 }
@@ -75,39 +84,51 @@ unsafe impl Sync for Cells {}
 impl Cells {
     /// SAFETY: `at + values.len()` lies within the output, and nobody else touches these cells.
     unsafe fn write(&self, at: usize, values: &[f32]) {
-        for (i, v) in values.iter().enumerate() {
-            match self {
-                Self::F32(p) => *p.add(at + i) = *v,
-                Self::Bf16(p) => *p.add(at + i) = bf16::from_f32(*v),
-                Self::F16(p) => *p.add(at + i) = f16::from_f32(*v),
+        match self {
+            Self::F32(p) => p.add(at).copy_from(values.as_ptr(), values.len()),
+            Self::Bf16(p) => {
+                let cells = std::slice::from_raw_parts_mut(p.add(at), values.len());
+                cells
+                    .iter_mut()
+                    .zip(values)
+                    .for_each(|(c, v)| *c = Element::round(*v));
             }
+            Self::F16(p) => std::slice::from_raw_parts_mut(p.add(at), values.len())
+                .convert_from_f32_slice(values),
         }
     }
 }
 
-/// Calls `tile(block, index of tile, out)` for every block and tile, blocks split over threads.
+/// Columns of a block for the rows of a tile.
+type Sums = [[f32; COLUMNS]; 8];
+
+/// Calls `tile(first block, index of tile, out)` for every block and tile, `out` being one to `at_once` blocks; blocks are
+/// split over threads.
 fn blocks(
     n: usize,
     tiles: &[Tile],
     row_bytes: usize,
-    threaded: bool,
+    (threaded, at_once): (bool, usize),
     out: &mut Output,
-    tile: impl Fn(usize, usize, &mut [[f32; 16]]) + Sync,
+    tile: impl Fn(usize, usize, &mut [Sums]) + Sync,
 ) {
     let cells = out.cells();
     let count = n.div_ceil(COLUMNS);
     let panel = (PANEL_BYTES / row_bytes.max(1) / tiles.first().map_or(1, |t| t.size)).max(1);
-    let part = |range: std::ops::Range<usize>| {
+    let part = |range: Range<usize>| {
         for first in (0..tiles.len()).step_by(panel) {
-            for block in range.clone() {
-                let columns = COLUMNS.min(n - block * COLUMNS);
+            for block in range.clone().step_by(at_once) {
+                let here = at_once.min(range.end - block);
                 for (i, t) in tiles.iter().enumerate().skip(first).take(panel) {
-                    let mut sums = [[0.0; 16]; 8];
-                    tile(block, i, &mut sums);
-                    for (r, sums) in sums[..t.rows].iter().enumerate() {
-                        let at = (t.first + r) * n + block * COLUMNS;
-                        // SAFETY: the tile's rows and the block's columns lie within `[m, n]`; see `Cells`.
-                        unsafe { cells.write(at, &sums[..columns]) };
+                    let mut sums = [[[0.0; COLUMNS]; 8]; 2];
+                    tile(block, i, &mut sums[..here]);
+                    for (block, sums) in (block..).zip(&sums[..here]) {
+                        let columns = COLUMNS.min(n - block * COLUMNS);
+                        for (r, sums) in sums[..t.rows].iter().enumerate() {
+                            let at = (t.first + r) * n + block * COLUMNS;
+                            // SAFETY: the tile's rows and the block's columns lie within `[m, n]`; see `Cells`.
+                            unsafe { cells.write(at, &sums[..columns]) };
+                        }
                     }
                 }
             }
@@ -117,6 +138,7 @@ fn blocks(
         return part(0..count);
     }
     let step = count.div_ceil(4 * rayon::current_num_threads()).max(1);
+    let step = step.next_multiple_of(at_once);
     (0..count.div_ceil(step))
         .into_par_iter()
         .for_each(|i| part(i * step..count.min((i + 1) * step)));
@@ -133,12 +155,28 @@ pub(super) fn affine(
 ) {
     let tiles: Vec<Tile> = fixed.tiles.iter().map(|t| t.tile).collect();
     let row_bytes = w.k() * 2 * fixed.limbs;
-    blocks(w.n, &tiles, row_bytes, threaded, out, |block, i, out| {
+    // Two blocks share the loads of activations, which counts from three vectors of them on.
+    let vectors = fixed.limbs * tiles.first().map_or(0, |t| t.size);
+    let at_once = match isa {
+        Isa::Avx512 if vectors > 2 => 2,
+        _ => 1,
+    };
+    let split = (threaded, at_once);
+    blocks(w.n, &tiles, row_bytes, split, out, |block, i, out| {
         let tile = &fixed.tiles[i];
+        // SAFETY: an `Isa` is only used where it is available.
         match isa {
-            // SAFETY: an `Isa` is only used where it is available.
-            Isa::Avx2 => unsafe { avx2_affine(w, block, tile, fixed.limbs, out) },
-            Isa::Portable => portable::affine(w, block, tile, fixed.limbs, out),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => unsafe { avx512::affine(w, block, tile, fixed.limbs, out) },
+            #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => unsafe {
+                avx2::affine::<true>(w, block, tile, fixed.limbs, &mut out[0])
+            },
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => unsafe { avx2::affine::<false>(w, block, tile, fixed.limbs, &mut out[0]) },
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => unsafe { neon::affine(w, block, tile, fixed.limbs, &mut out[0]) },
+            _ => portable::affine(w, block, tile, fixed.limbs, &mut out[0]),
         }
     });
     let cells = out.cells();
@@ -160,12 +198,17 @@ pub(super) fn dense(isa: Isa, threaded: bool, w: &Dense, x: &[f32], out: &mut Ou
         w.n,
         &tiles,
         w.k * 4,
-        threaded,
+        (threaded, 1),
         out,
+        // SAFETY: an `Isa` is only used where it is available.
         |block, i, out| match isa {
-            // SAFETY: an `Isa` is only used where it is available.
-            Isa::Avx2 => unsafe { avx2_dense(w, block, &x[i], out) },
-            Isa::Portable => portable::dense(w, block, &x[i], out),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => unsafe { avx512::dense(w, block, &x[i], &mut out[0]) },
+            #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni | Isa::Avx2 => unsafe { avx2::dense(w, block, &x[i], &mut out[0]) },
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => unsafe { neon::dense(w, block, &x[i], &mut out[0]) },
+            _ => portable::dense(w, block, &x[i], &mut out[0]),
         },
     );
 }
