@@ -3,10 +3,8 @@
 mod support_ops;
 
 use candle_core::{DType, Tensor};
-use candle_specprefill::ops::{rms_norm, rms_norm_gated, sigmoid_gate, Context};
-use candle_specprefill::ops::{
-    rms_norm::reference, rms_norm::reference_gated, sigmoid_gate as gate,
-};
+use candle_specprefill::ops::{gates as gate, rms_norm::reference, rms_norm::reference_gated};
+use candle_specprefill::ops::{rms_norm, rms_norm_gated, sigmoid_gate, silu_gate, Context};
 use proptest::prelude::*;
 use support_ops::*;
 
@@ -25,6 +23,7 @@ proptest! {
         let got = rms_norm_gated(&cx, &x, &z, &w, EPS).unwrap();
         assert_close(&got, &reference_gated(&x, &z, &w, EPS).unwrap(), t);
         assert_close(&sigmoid_gate(&cx, &x, &z).unwrap(), &gate::reference(&x, &z).unwrap(), t);
+        assert_close(&silu_gate(&cx, &x, &z).unwrap(), &gate::silu_reference(&x, &z).unwrap(), t);
     }
 }
 
@@ -40,6 +39,7 @@ fn a_row_is_the_same_in_any_company() {
             let plain = rms_norm(&cx, &x, &w, EPS).unwrap();
             let gated = rms_norm_gated(&cx, &x, &z, &w, EPS).unwrap();
             let gate = sigmoid_gate(&cx, &x, &z).unwrap();
+            let silu = silu_gate(&cx, &x, &z).unwrap();
             for r in 0..m {
                 let (x, z) = (row(&x, r, 1), row(&z, r, 1));
                 assert_eq!(
@@ -51,6 +51,10 @@ fn a_row_is_the_same_in_any_company() {
                 assert_eq!(
                     bits(&row(&gate, r, 1)),
                     bits(&sigmoid_gate(&cx, &x, &z).unwrap())
+                );
+                assert_eq!(
+                    bits(&row(&silu, r, 1)),
+                    bits(&silu_gate(&cx, &x, &z).unwrap())
                 );
             }
         }

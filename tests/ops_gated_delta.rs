@@ -52,12 +52,13 @@ struct Case {
 fn case(d: GatedDeltaDims, rows: usize, dtype: DType) -> Case {
     let cast = |t: Tensor| t.to_dtype(dtype).unwrap();
     Case {
-        params: GatedDeltaParams {
-            dims: d,
-            conv: tensor(&[d.channels(), d.taps], 1, 0.7),
-            a_log: tensor(&[d.value_heads], 2, 1.5),
-            dt_bias: tensor(&[d.value_heads], 3, 1.0),
-        },
+        params: GatedDeltaParams::new(
+            d,
+            tensor(&[d.channels(), d.taps], 1, 0.7),
+            tensor(&[d.value_heads], 2, 1.5),
+            tensor(&[d.value_heads], 3, 1.0),
+        )
+        .unwrap(),
         qkv: cast(tensor(&[rows, d.channels()], 4, 3.0)),
         a: cast(tensor(&[rows, d.value_heads], 5, 2.0)),
         b: cast(tensor(&[rows, d.value_heads], 6, 2.0)),

@@ -1,5 +1,9 @@
 //! Measures the crate's ops on this machine.
 
+mod bandwidth;
+#[path = "../common/mod.rs"]
+mod common;
+mod decode;
 mod matmul;
 
 use clap::{Parser, Subcommand};
@@ -15,10 +19,13 @@ struct Cli {
 enum What {
     /// The affine and the plain matmul, beside candle's k-quants.
     Matmul(matmul::Args),
+    /// Passes of a model by number of rows, against what its bytes allow.
+    Decode(decode::Args),
 }
 
 fn main() -> anyhow::Result<()> {
     match Cli::parse().what {
         What::Matmul(args) => matmul::run(&args),
+        What::Decode(args) => decode::run(&args),
     }
 }

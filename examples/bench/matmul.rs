@@ -9,8 +9,9 @@ use candle_specprefill::affine::AffineFormat;
 use candle_specprefill::ops::affine_matmul::policy::Isa;
 use candle_specprefill::ops::affine_matmul::Weight;
 use candle_specprefill::ops::{matmul, Context};
-use rayon::prelude::*;
 use serde_json::{json, Value};
+
+use crate::bandwidth::read_bandwidth;
 
 /// What to measure.
 #[derive(clap::Args)]
@@ -227,20 +228,4 @@ impl Bench<'_> {
         }
         Ok(())
     }
-}
-
-/// Bytes per second that all threads read from memory.
-fn read_bandwidth() -> f64 {
-    let data = vec![1u64; 48 << 20];
-    let pass = || {
-        let t = Instant::now();
-        let chunk = data.len() / rayon::current_num_threads();
-        let sum: u64 = data
-            .par_chunks(chunk)
-            .map(|c| c.iter().fold(0, |a: u64, b| a.wrapping_add(*b)))
-            .sum();
-        std::hint::black_box(sum);
-        data.len() as f64 * 8.0 / t.elapsed().as_secs_f64()
-    };
-    (0..5).map(|_| pass()).fold(0.0, f64::max)
 }

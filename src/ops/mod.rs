@@ -10,16 +10,16 @@ mod check;
 mod context;
 mod cpu;
 pub mod gated_delta;
+pub mod gates;
 pub mod rms_norm;
 pub mod rope;
 pub mod routes;
-pub mod sigmoid_gate;
 mod vector;
 
 pub use affine_matmul::{gate_up_silu, matmul, matmul_grouped};
 pub use attention::attention;
 pub use context::Context;
 pub use gated_delta::gated_delta;
+pub use gates::{sigmoid_gate, silu_gate};
 pub use rms_norm::{rms_norm, rms_norm_gated};
 pub use rope::rope;
-pub use sigmoid_gate::sigmoid_gate;

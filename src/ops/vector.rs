@@ -1,6 +1,6 @@
-//! Run-time dispatch of CPU kernels to AVX2 + FMA, and f32 functions that vectorise inside them.
+//! Run-time dispatch of CPU kernels to AVX-512 or AVX2 + FMA, and f32 functions that vectorise inside them.
 //!
-//! A kernel is written once, in plain Rust with `mul_add`; compiled with AVX2 + FMA it is fast, compiled without it
+//! A kernel is written once, in plain Rust with `mul_add`; compiled with them it is fast, compiled without it
 //! calls the C library's `fmaf`. Both give the same bits, because Rust never reorders floating-point operations.
 
 use super::cpu::exp;
@@ -11,14 +11,26 @@ pub(crate) trait Kernel {
     fn call(self);
 }
 
-/// Runs a kernel with AVX2 + FMA where the machine has them.
+/// Runs a kernel with AVX-512 or AVX2 + FMA where the machine has them.
 #[inline]
 pub(crate) fn run<K: Kernel>(kernel: K) {
     #[cfg(target_arch = "x86_64")]
-    if super::cpu::has_avx2() {
-        // SAFETY: both features were just detected.
-        return unsafe { run_avx2(kernel) };
+    {
+        if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw") {
+            // SAFETY: the features were just detected.
+            return unsafe { run_avx512(kernel) };
+        }
+        if super::cpu::has_avx2() {
+            // SAFETY: both features were just detected.
+            return unsafe { run_avx2(kernel) };
+        }
     }
+    kernel.call()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx2,fma")]
+unsafe fn run_avx512<K: Kernel>(kernel: K) {
     kernel.call()
 }
 

@@ -127,7 +127,7 @@ impl Attention {
         if let Some(queries) = queries {
             queries.push(q);
         }
-        let gated = (out * candle_nn::ops::sigmoid(&gate.contiguous()?)?)?;
+        let gated = ops::sigmoid_gate(cx, &out, &gate)?;
         ops::matmul(cx, &gated.flatten_from(D::Minus2)?, &self.o)
     }
 }

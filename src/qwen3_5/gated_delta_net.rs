@@ -40,12 +40,12 @@ impl GatedDeltaNet {
             a: scope.linear("in_proj_a", dims.value_heads, hidden)?,
             b: scope.linear("in_proj_b", dims.value_heads, hidden)?,
             out: scope.linear("out_proj", hidden, value)?,
-            params: GatedDeltaParams {
+            params: GatedDeltaParams::new(
                 dims,
-                conv: scope.conv("conv1d.weight", dims.channels(), dims.taps)?,
-                a_log: scope.f32("A_log", &[dims.value_heads])?,
-                dt_bias: scope.f32("dt_bias", &[dims.value_heads])?,
-            },
+                scope.conv("conv1d.weight", dims.channels(), dims.taps)?,
+                scope.f32("A_log", &[dims.value_heads])?,
+                scope.f32("dt_bias", &[dims.value_heads])?,
+            )?,
             // Plain in every convention, never shifted by one.
             norm: scope.f32("norm.weight", &[dims.value_dim])?,
             eps: config.rms_norm_eps,

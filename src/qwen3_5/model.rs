@@ -158,7 +158,18 @@ impl Model {
         self.head.is_some()
     }
 
-    /// Bytes of the prepared weights that a pass reads.
+    /// Bytes of weights that a pass with logits reads: all but the draft head, and but an embedding table that is no output
+    /// head. In a mixture of experts it reads less, by the experts that no row visits.
+    pub fn pass_bytes(&self) -> usize {
+        let draft = self.head.as_ref().map_or(0, DraftHead::size_bytes);
+        let table = match self.lm_head {
+            Some(_) => self.embedding.size_bytes(),
+            None => 0,
+        };
+        self.size_bytes() - draft - table
+    }
+
+    /// Bytes of the prepared weights.
     pub fn size_bytes(&self) -> usize {
         let head = self.lm_head.as_ref().map_or(0, Weight::size_bytes);
         let draft = self.head.as_ref().map_or(0, DraftHead::size_bytes);

@@ -106,10 +106,17 @@ impl FixedTile {
             return;
         }
         let group = |g: usize, pairs: &mut [i32], steps: &mut [f32], sums: &mut [f32]| {
-            for r in (0..tile.rows).filter(|r| !special.contains(&(tile.first + r))) {
-                let x = &x[(tile.first + r) * k + g * group_size..][..group_size];
-                (steps[r], sums[r]) = set_group(x, &mut pairs[r..], size);
-            }
+            let place = Group {
+                pairs,
+                steps,
+                sums,
+                size,
+                group_size,
+            };
+            let rows = (0..tile.rows)
+                .filter(|r| !special.contains(&(tile.first + r)))
+                .map(|r| (r, &x[(tile.first + r) * k + g * group_size..][..group_size]));
+            place.fill(rows);
         };
         let parts = (self.pairs.par_chunks_mut(per_group))
             .zip(self.steps.par_chunks_mut(size))
@@ -129,41 +136,75 @@ impl FixedTile {
     }
 }
 
-/// A group of one row: pairs to every `size`th place, the step and the sum returned. `pairs` holds two limbs where it is
-/// long enough for two.
-fn set_group(x: &[f32], pairs: &mut [i32], size: usize) -> (f32, f32) {
+/// Where a group of a tile goes.
+struct Group<'a> {
+    pairs: &'a mut [i32],
+    steps: &'a mut [f32],
+    sums: &'a mut [f32],
+    size: usize,
+    group_size: usize,
+}
+
+impl Group<'_> {
+    fn fill<'x>(self, rows: impl Iterator<Item = (usize, &'x [f32])>) {
+        #[cfg(target_arch = "x86_64")]
+        if crate::ops::cpu::has_avx2() {
+            // SAFETY: the feature was just detected.
+            return unsafe { self.fill_avx2(rows) };
+        }
+        self.fill_any(rows)
+    }
+
     #[cfg(target_arch = "x86_64")]
-    if crate::ops::cpu::has_avx2() {
-        // SAFETY: the feature was just detected.
-        return unsafe { set_group_avx2(x, pairs, size) };
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn fill_avx2<'x>(self, rows: impl Iterator<Item = (usize, &'x [f32])>) {
+        self.fill_any(rows)
     }
-    set_group_any(x, pairs, size)
+
+    #[inline(always)]
+    fn fill_any<'x>(self, rows: impl Iterator<Item = (usize, &'x [f32])>) {
+        // Row by row first and interleaved afterwards: each loop is then one that vectorises.
+        let mut limbs = [[0i16; 128]; 2];
+        let mut values = [0i32; 128];
+        let values = &mut values[..self.group_size];
+        let two = self.pairs.len() > self.group_size / 2 * self.size;
+        for (r, x) in rows {
+            let (step, sum) = quantize(x, values, if two { 23 } else { 15 });
+            (self.steps[r], self.sums[r]) = (step, sum as f32 * step);
+            let [high, low] = &mut limbs;
+            if two {
+                for (v, (h, l)) in values.iter().zip(high.iter_mut().zip(low.iter_mut())) {
+                    (*h, *l) = ((*v >> 8) as i16, (*v & 0xff) as i16);
+                }
+            } else {
+                high.iter_mut()
+                    .zip(values.iter())
+                    .for_each(|(h, v)| *h = *v as i16);
+            }
+            let stride = if two { 2 * self.size } else { self.size };
+            interleave(high, &mut self.pairs[r..], stride, self.group_size / 2);
+            if two {
+                interleave(
+                    low,
+                    &mut self.pairs[self.size + r..],
+                    stride,
+                    self.group_size / 2,
+                );
+            }
+        }
+    }
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn set_group_avx2(x: &[f32], pairs: &mut [i32], size: usize) -> (f32, f32) {
-    set_group_any(x, pairs, size)
-}
-
+/// Every two values to one place in `stride`.
 #[inline(always)]
-fn set_group_any(x: &[f32], pairs: &mut [i32], size: usize) -> (f32, f32) {
-    let mut values = [0i32; 128];
-    let values = &mut values[..x.len()];
-    let one_limb = pairs.len() <= x.len() / 2 * size;
-    let (step, sum) = quantize(x, values, if one_limb { 15 } else { 23 });
-    if one_limb {
-        let places = pairs.iter_mut().step_by(size);
-        for (pair, out) in values.chunks_exact(2).zip(places) {
-            *out = (pair[0] & 0xffff) | pair[1] << 16;
-        }
-    } else {
-        for (i, pair) in values.chunks_exact(2).enumerate() {
-            pairs[2 * i * size] = (pair[0] >> 8 & 0xffff) | (pair[1] >> 8) << 16;
-            pairs[(2 * i + 1) * size] = (pair[0] & 0xff) | (pair[1] & 0xff) << 16;
-        }
+fn interleave(values: &[i16; 128], pairs: &mut [i32], stride: usize, count: usize) {
+    // One check, and none in the loop.
+    let pairs = &mut pairs[..(count - 1) * stride + 1];
+    for j in 0..count.min(64) {
+        let pair = (values[2 * j] as u16 as u32) | (values[2 * j + 1] as u16 as u32) << 16;
+        // SAFETY: `j < count`, so the place is within the slice that was just cut to `(count - 1) * stride + 1`.
+        unsafe { *pairs.get_unchecked_mut(j * stride) = pair as i32 };
     }
-    (step, sum as f32 * step)
 }
 
 /// Rounds finite `x` to signed integers of `bits` bits and a sign, to nearest, ties to even; returns the step and the integers' sum.

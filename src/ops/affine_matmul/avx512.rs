@@ -117,7 +117,10 @@ unsafe fn tile<
     let mut y = [[_mm512_setzero_ps(); R]; W];
     let mut v = x.pairs.as_ptr();
     let (mut steps, mut sums) = (x.steps.as_ptr(), x.sums.as_ptr());
-    for _ in 0..w.groups {
+    for group in 0..w.groups {
+        // What comes after the end of W blocks lies behind the last of them.
+        let ends = (w.groups - group) * group_bytes <= PREFETCH_BYTES;
+        let ahead = PREFETCH_BYTES + if ends { (W - 1) * block_bytes } else { 0 };
         let mut acc = [[[[_mm512_setzero_si512(); R]; W]; L]; C];
         let mut codes = p;
         for _ in 0..chunks {
@@ -126,11 +129,11 @@ unsafe fn tile<
                 let mut a = [_mm512_setzero_si512(); W];
                 for i in 0..W {
                     let at = codes.add(i * block_bytes + line * 64);
-                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(PREFETCH_BYTES).cast());
+                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(ahead).cast());
                     a[i] = _mm512_load_si512(at.cast());
                     if B > 0 && line % lines_per_b == 0 {
                         let at = codes.add(i * block_bytes + (pa + line / lines_per_b) * 64);
-                        _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(PREFETCH_BYTES).cast());
+                        _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(ahead).cast());
                         b[i] = _mm512_load_si512(at.cast());
                     }
                 }

@@ -22,9 +22,9 @@ use candle_core::{DType, Device, Tensor};
 use super::{check, Context};
 use crate::affine::{self, AffineFormat};
 use crate::error::{Error, Result};
-use activations::Fixed;
+use activations::{float_tiles, Fixed};
 use policy::{choose, Call, Isa, Kernel};
-use run::Output;
+use run::{Job, Operands, Output};
 
 pub use reference::reference;
 
@@ -155,65 +155,79 @@ impl Weight {
     }
 }
 
-/// One `x`, read once for all the projections that share it.
-struct Shared<'a> {
-    x: &'a Tensor,
-    rows: usize,
-    isa: Isa,
-    values: Option<Vec<f32>>,
-    fixed: Vec<Fixed>,
-}
-
-impl<'a> Shared<'a> {
-    fn new(x: &'a Tensor, isa: Isa) -> Result<Self> {
-        check::activation(OP, "x", x)?;
-        check::shape(OP, "x", x, &[None, None])?;
-        Ok(Self {
-            x,
-            rows: x.dim(0)?,
-            isa,
-            values: None,
-            fixed: vec![],
-        })
-    }
-
-    fn project(&mut self, cx: &Context, weight: &Weight) -> Result<Tensor> {
-        check::shape(OP, "x", self.x, &[None, Some(weight.k)])?;
-        let dtype = self.x.dtype();
-        let kernel = weight.kernel(self.rows, dtype, self.isa);
+/// Several products of one `x`, in one parallel loop; `x` is brought into the kernels' order once.
+fn project(cx: &Context, x: &Tensor, weights: &[&Weight], isa: Isa) -> Result<Vec<Tensor>> {
+    check::activation(OP, "x", x)?;
+    let (rows, dtype) = (x.dim(0)?, x.dtype());
+    let mut kernels = Vec::with_capacity(weights.len());
+    for weight in weights {
+        check::shape(OP, "x", x, &[None, Some(weight.k)])?;
+        let kernel = weight.kernel(rows, dtype, isa);
         match kernel.fallback {
             None => cx.routes().count(OP, kernel.name, dtype),
             Some(why) => cx.routes().count_fallback(OP, kernel.name, dtype, why),
         }
-        if let Storage::Device(w) = &weight.storage {
-            return device_matmul(self.x, w);
-        }
-        if self.values.is_none() {
-            self.values = Some(run::values(self.x)?);
-        }
-        let values = self.values.as_deref().unwrap_or_default();
-        let mut out = Output::new(dtype, self.rows * weight.n);
+        kernels.push(kernel);
+    }
+    if weights
+        .iter()
+        .any(|w| matches!(w.storage, Storage::Device(_)))
+    {
+        let on_device = |w: &&Weight| match &w.storage {
+            Storage::Device(w) => device_matmul(x, w),
+            _ => Err(Error::argument(OP, "weights on two devices in one call")),
+        };
+        return weights.iter().map(on_device).collect();
+    }
+    let values = run::values(x)?;
+    let (mut fixed, mut floats): (Vec<Fixed>, _) = (vec![], vec![]);
+    for (weight, kernel) in weights.iter().zip(&kernels) {
         match &weight.storage {
             Storage::Affine(w) => {
                 let size = w.format.group_size;
-                let known = self.fixed.iter().position(|f| f.group_size == size);
-                let at = known.unwrap_or(self.fixed.len());
-                if known.is_none() {
-                    self.fixed
-                        .push(Fixed::new(values, w.k(), size, kernel.limbs));
+                if !fixed.iter().any(|f| f.group_size == size) {
+                    fixed.push(Fixed::new(&values, w.k(), size, kernel.limbs));
                 }
-                let fixed = &self.fixed[at];
-                if !fixed.special.is_empty() {
-                    let why = "rows with NaN or Inf";
-                    cx.routes().count_fallback(OP, "exact_rows", dtype, why);
-                }
-                run::affine(self.isa, kernel.threaded, w, fixed, values, &mut out);
             }
-            Storage::Dense(w) => run::dense(self.isa, kernel.threaded, w, values, &mut out),
-            Storage::Device(_) => {}
+            Storage::Dense(w) if floats.is_empty() => floats = float_tiles(&values, w.k),
+            _ => {}
         }
-        out.tensor(self.rows, weight.n)
     }
+    if fixed.first().is_some_and(|f| !f.special.is_empty()) {
+        let why = "rows with NaN or Inf";
+        cx.routes().count_fallback(OP, "exact_rows", dtype, why);
+    }
+    let mut outs: Vec<Output> = (weights.iter())
+        .map(|w| Output::new(dtype, rows * w.n))
+        .collect();
+    let mut jobs = Vec::with_capacity(weights.len());
+    for ((weight, kernel), out) in weights.iter().zip(&kernels).zip(&mut outs) {
+        let operands = match &weight.storage {
+            Storage::Affine(w) => {
+                let size = w.format.group_size;
+                let x = fixed.iter().find(|f| f.group_size == size);
+                x.map(|x| Operands::Affine(w, x))
+            }
+            Storage::Dense(w) => Some(Operands::Dense(w, &floats)),
+            Storage::Device(_) => None,
+        };
+        jobs.extend(operands.map(|operands| Job {
+            operands,
+            threaded: kernel.threaded,
+            out,
+        }));
+    }
+    run::run(isa, &values, jobs);
+    let outs = outs.into_iter().zip(weights);
+    // SAFETY: every weight here is on the CPU and had its job.
+    outs.map(|(out, w)| unsafe { out.tensor(rows, w.n) })
+        .collect()
+}
+
+fn one(cx: &Context, x: &Tensor, weight: &Weight, isa: Isa) -> Result<Tensor> {
+    let mut outs = project(cx, x, &[weight], isa)?;
+    outs.pop()
+        .ok_or_else(|| Error::argument(OP, "the product is missing"))
 }
 
 /// `x · Wᵀ` for `x` of `[rows, k]` (f32, bf16 or f16), in `x`'s dtype.
@@ -221,7 +235,7 @@ impl<'a> Shared<'a> {
 /// Row `r` has the bits that it has alone, whatever the other rows hold. Affine weights: see [`reference()`]. Plain weights:
 /// per 64 K the even and the odd products are summed apart with fused multiply-add in f32, added, and added to the result.
 pub fn matmul(cx: &Context, x: &Tensor, weight: &Weight) -> Result<Tensor> {
-    Shared::new(x, Isa::best())?.project(cx, weight)
+    one(cx, x, weight, Isa::best())
 }
 
 /// [`matmul`] on a chosen instruction set, with the same bits; an error where this machine lacks it.
@@ -232,13 +246,13 @@ pub fn matmul_on(cx: &Context, x: &Tensor, weight: &Weight, isa: Isa) -> Result<
             format!("this machine does not run {isa:?}"),
         ));
     }
-    Shared::new(x, isa)?.project(cx, weight)
+    one(cx, x, weight, isa)
 }
 
-/// Several projections of one `x`: bitwise what [`matmul`] gives for each; `x` is turned to fixed point once.
+/// Several projections of one `x`: bitwise what [`matmul`] gives for each; `x` is turned to fixed point once, and the columns
+/// of all are split over threads together.
 pub fn matmul_grouped(cx: &Context, x: &Tensor, weights: &[&Weight]) -> Result<Vec<Tensor>> {
-    let mut shared = Shared::new(x, Isa::best())?;
-    weights.iter().map(|w| shared.project(cx, w)).collect()
+    project(cx, x, weights, Isa::best())
 }
 
 /// Each row of `x` `[rows, k]` times the experts chosen for it: `choices` is `[rows][top]`, flat, the result `[rows, top, n]`,
@@ -304,12 +318,10 @@ pub fn matmul_gathered(
     Ok(y.reshape((rows, top, n))?)
 }
 
-/// `silu(x · Gᵀ) * (x · Uᵀ)`: bitwise the unfused form (both products rounded to `x`'s dtype, then f32 inside, rounded once).
+/// `silu(x · Gᵀ) * (x · Uᵀ)`: bitwise [`silu_gate`](super::silu_gate) of the two products, each rounded to `x`'s dtype.
 pub fn gate_up_silu(cx: &Context, x: &Tensor, gate: &Weight, up: &Weight) -> Result<Tensor> {
-    let mut shared = Shared::new(x, Isa::best())?;
-    let g = shared.project(cx, gate)?.to_dtype(DType::F32)?;
-    let u = shared.project(cx, up)?.to_dtype(DType::F32)?;
-    Ok((g.silu()? * u)?.to_dtype(x.dtype())?)
+    let products = matmul_grouped(cx, x, &[gate, up])?;
+    super::silu_gate(cx, &products[1], &products[0])
 }
 
 /// f32 products, each row alone.

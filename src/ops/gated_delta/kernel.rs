@@ -29,6 +29,7 @@ impl Tile {
 }
 
 /// The layer's weights as the kernel reads them.
+#[derive(Clone, Debug)]
 pub(super) struct Weights {
     pub(super) dims: GatedDeltaDims,
     /// `[taps, channels]`.
@@ -172,6 +173,13 @@ pub(super) fn advance(
         pass(&mut tile.0, tape, accepted, None);
         match keep {
             Keep::Commit => pass(&mut tile.0, rows, count, Some(out)),
+            // A single row reads the state and leaves it; more rows need a copy to go on with.
+            Keep::Pending if count == 1 => vector::run(PeekTile {
+                at,
+                tile: &tile.0,
+                rows,
+                out,
+            }),
             Keep::Pending => pass(&mut tile.0.clone(), rows, count, Some(out)),
         }
     };
@@ -230,27 +238,89 @@ struct RunTile<'a> {
     out: Option<&'a mut [Lanes]>,
 }
 
+/// One row's output, from a state that stays as it is; the operations and the order of [`RunTile`].
+struct PeekTile<'a> {
+    at: Place,
+    tile: &'a [Lanes],
+    rows: &'a Rows,
+    out: &'a mut [Lanes],
+}
+
+impl Kernel for PeekTile<'_> {
+    #[inline(always)]
+    fn call(self) {
+        let Row {
+            q,
+            k,
+            decay,
+            mut delta,
+            beta,
+        } = Row::new(self.rows, self.at, 0);
+        correct(self.tile, k, decay, beta, &mut delta);
+        let mut o = [0f32; LANES];
+        for ((s, k), q) in self.tile.iter().zip(k).zip(q) {
+            for j in 0..LANES {
+                o[j] = q.mul_add(k.mul_add(delta[j], s[j] * decay), o[j]);
+            }
+        }
+        self.out[0] = o;
+    }
+}
+
+/// What a tile takes of one row.
+struct Row<'a> {
+    q: &'a [f32],
+    k: &'a [f32],
+    decay: f32,
+    beta: f32,
+    /// The value's lanes.
+    delta: Lanes,
+}
+
+impl<'a> Row<'a> {
+    #[inline(always)]
+    fn new(rows: &'a Rows, at: Place, r: usize) -> Self {
+        let row = &rows.qkv[r * at.channels..][..at.channels];
+        let gate = r * at.value_heads + at.head;
+        let mut delta = [0f32; LANES];
+        delta[..at.lanes].copy_from_slice(&row[at.v..][..at.lanes]);
+        Self {
+            q: &row[at.q..][..at.key_dim],
+            k: &row[at.k..][..at.key_dim],
+            decay: rows.decay[gate],
+            beta: rows.beta[gate],
+            delta,
+        }
+    }
+}
+
+/// From the value to what the state lacks of it.
+#[inline(always)]
+fn correct(tile: &[Lanes], k: &[f32], decay: f32, beta: f32, delta: &mut Lanes) {
+    let mut memory = [0f32; LANES];
+    for (s, k) in tile.iter().zip(k) {
+        for j in 0..LANES {
+            memory[j] = k.mul_add(s[j], memory[j]);
+        }
+    }
+    for j in 0..LANES {
+        delta[j] = (-decay).mul_add(memory[j], delta[j]) * beta;
+    }
+}
+
 impl Kernel for RunTile<'_> {
     #[inline(always)]
     fn call(mut self) {
         let at = self.at;
         for r in 0..self.count {
-            let row = &self.rows.qkv[r * at.channels..][..at.channels];
-            let (q, k) = (&row[at.q..][..at.key_dim], &row[at.k..][..at.key_dim]);
-            let gate = r * at.value_heads + at.head;
-            let (decay, beta) = (self.rows.decay[gate], self.rows.beta[gate]);
-            let mut delta = [0f32; LANES];
-            delta[..at.lanes].copy_from_slice(&row[at.v..][..at.lanes]);
-
-            let mut memory = [0f32; LANES];
-            for (s, k) in self.tile.iter().zip(k) {
-                for j in 0..LANES {
-                    memory[j] = k.mul_add(s[j], memory[j]);
-                }
-            }
-            for j in 0..LANES {
-                delta[j] = (-decay).mul_add(memory[j], delta[j]) * beta;
-            }
+            let Row {
+                q,
+                k,
+                decay,
+                mut delta,
+                beta,
+            } = Row::new(self.rows, at, r);
+            correct(self.tile, k, decay, beta, &mut delta);
             match &mut self.out {
                 None => {
                     for (s, k) in self.tile.iter_mut().zip(k) {

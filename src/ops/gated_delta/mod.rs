@@ -69,6 +69,38 @@ pub struct GatedDeltaParams {
     pub a_log: Tensor,
     /// `[value_heads]`: `dt_bias`.
     pub dt_bias: Tensor,
+    /// The same as the CPU kernel reads them.
+    prepared: kernel::Weights,
+}
+
+impl GatedDeltaParams {
+    /// Checks the shapes (see the fields) and prepares the weights for the kernels.
+    pub fn new(dims: GatedDeltaDims, conv: Tensor, a_log: Tensor, dt_bias: Tensor) -> Result<Self> {
+        dims.check()?;
+        let shape = [Some(dims.channels()), Some(dims.taps)];
+        check::shape(OP, "conv", &conv, &shape)?;
+        for (name, t) in [("conv", &conv), ("a_log", &a_log), ("dt_bias", &dt_bias)] {
+            check::dtype(OP, name, t, DType::F32)?;
+        }
+        for (name, t) in [("a_log", &a_log), ("dt_bias", &dt_bias)] {
+            check::shape(OP, name, t, &[Some(dims.value_heads)])?;
+        }
+        let values = |t: &Tensor| t.flatten_all()?.to_vec1::<f32>();
+        let prepared = kernel::Weights {
+            dims,
+            // Taps first, so that channels are lanes.
+            conv: values(&conv.t()?)?,
+            a_log: values(&a_log)?,
+            dt_bias: values(&dt_bias)?,
+        };
+        Ok(Self {
+            dims,
+            conv,
+            a_log,
+            dt_bias,
+            prepared,
+        })
+    }
 }
 
 /// Whether a pass's rows may be taken back.
@@ -111,16 +143,6 @@ fn run<T: Element>(
     let d = params.dims;
     let (a, b) = (to_f32::<T>(OP, a)?, to_f32::<T>(OP, b)?);
     let x = to_f32::<T>(OP, qkv)?;
-    let weight = |t: &Tensor| to_f32::<f32>(OP, t);
-    let (a_log, dt_bias) = (weight(&params.a_log)?, weight(&params.dt_bias)?);
-    // Taps first, so that channels are lanes.
-    let weights = kernel::Weights {
-        dims: d,
-        conv: weight(&params.conv.t()?)?,
-        a_log,
-        dt_bias,
-    };
-
     let mut out = vec![0f32; rows * d.value_heads * d.value_dim];
     let chunk = match keep {
         Keep::Commit => CHUNK,
@@ -137,9 +159,9 @@ fn run<T: Element>(
         };
         let out =
             &mut out[first * d.value_heads * d.value_dim..][..n * d.value_heads * d.value_dim];
-        state.advance(&weights, &input, keep, out);
+        state.advance(&params.prepared, &input, keep, out);
     }
-    let out: Vec<T> = out.into_iter().map(T::round).collect();
+    let out: Vec<T> = out.iter().map(|v| T::round(*v)).collect();
     let shape = (rows, d.value_heads, d.value_dim);
     Ok(Tensor::from_vec(out, shape, &Device::Cpu)?)
 }
@@ -152,7 +174,6 @@ fn checked(
     state: &GatedDeltaState,
 ) -> Result<DType> {
     let d = params.dims;
-    d.check()?;
     let dtype = check::activation(OP, "qkv", qkv)?;
     check::dtype(OP, "a", a, dtype)?;
     check::dtype(OP, "b", b, dtype)?;
@@ -160,15 +181,6 @@ fn checked(
     let rows = qkv.dim(0)?;
     check::shape(OP, "a", a, &[Some(rows), Some(d.value_heads)])?;
     check::shape(OP, "b", b, &[Some(rows), Some(d.value_heads)])?;
-    check::shape(
-        OP,
-        "conv",
-        &params.conv,
-        &[Some(d.channels()), Some(d.taps)],
-    )?;
-    for (name, t) in [("a_log", &params.a_log), ("dt_bias", &params.dt_bias)] {
-        check::shape(OP, name, t, &[Some(d.value_heads)])?;
-    }
     if state.dims() != d {
         return Err(Error::argument(
             OP,

@@ -114,8 +114,11 @@ impl GatedDeltaState {
     fn window(&self) -> Vec<f32> {
         let channels = self.dims.channels();
         let committed = &self.tape.inputs[..self.accepted * channels];
-        let all = self.conv.iter().chain(committed).copied();
-        all.skip(committed.len()).collect()
+        let size = self.conv.len();
+        if committed.len() >= size {
+            return committed[committed.len() - size..].to_vec();
+        }
+        [&self.conv[committed.len()..], committed].concat()
     }
 
     /// Runs rows after the committed ones; `out` is `[rows, value_heads, value_dim]`.

@@ -1,0 +1,122 @@
+//! `bench decode`: time of a pass over a model by number of rows, against what its bytes allow.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::Result;
+use candle_specprefill::ops::Context;
+use candle_specprefill::qwen3_5::{Cache, Keep, LoadOptions, Model, Rows};
+use serde_json::json;
+
+use crate::bandwidth::read_bandwidth;
+use crate::common::{tiny, Dtype};
+
+/// What to measure.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Folder of the model [default: the embedded target]; make_checkpoint makes one of any size
+    #[arg(long, value_name = "FOLDER")]
+    model: Option<PathBuf>,
+    /// Dtype of activations
+    #[arg(long, value_enum, default_value = "bf16")]
+    dtype: Dtype,
+    /// Rows of a pass
+    #[arg(long, value_delimiter = ',', default_value = "1,2,3,4,6,8")]
+    rows: Vec<usize>,
+    /// Rows in the cache before the pass
+    #[arg(long, default_value_t = 512)]
+    context: usize,
+    /// Passes per number of rows
+    #[arg(long, default_value_t = 40)]
+    passes: usize,
+    /// Print one JSON object instead of the table
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the measurement and prints it.
+pub fn run(args: &Args) -> Result<()> {
+    let dir = args.model.clone().unwrap_or_else(|| tiny().join("target"));
+    let options = LoadOptions {
+        dtype: args.dtype.into(),
+        ..Default::default()
+    };
+    let started = Instant::now();
+    let model = Model::load(&dir, &options)?;
+    let load_s = started.elapsed().as_secs_f64();
+    let (cx, vocab) = (Context::default(), model.config().vocab_size as u32);
+    let mut cache = model.new_cache()?;
+    let token = |i: usize| (i as u32).wrapping_mul(7919) % vocab;
+    let feed = |cache: &mut Cache, count: usize, keep| -> Result<()> {
+        let first = cache.next_position();
+        let tokens: Vec<u32> = (0..count).map(|i| token(i + first as usize)).collect();
+        let positions: Vec<u32> = (first..first + count as u32).collect();
+        let rows = Rows {
+            cache,
+            tokens: &tokens,
+            positions: &positions,
+            keep,
+        };
+        let hidden = model.forward(&cx, &mut [rows])?;
+        if keep == Keep::Pending {
+            model.logits(&cx, &hidden)?;
+        }
+        Ok(())
+    };
+    if args.context > 0 {
+        feed(&mut cache, args.context, Keep::Commit)?;
+    }
+    // All widths in turn, again and again, so that a disturbance meets them alike.
+    let mut times = vec![vec![]; args.rows.len()];
+    for pass in 0..args.passes + 2 {
+        for (count, times) in args.rows.iter().zip(&mut times) {
+            let t = Instant::now();
+            feed(&mut cache, *count, Keep::Pending)?;
+            cache.accept(0)?;
+            if pass >= 2 {
+                times.push(t.elapsed().as_secs_f64());
+            }
+        }
+    }
+    let bandwidth = rayon::scope(|_| read_bandwidth());
+    let bytes = model.pass_bytes();
+    let limit = bytes as f64 / bandwidth;
+    let medians: Vec<f64> = times
+        .iter_mut()
+        .map(|t| {
+            t.sort_by(f64::total_cmp);
+            t[t.len() / 2]
+        })
+        .collect();
+    let one = args.rows.iter().position(|r| *r == 1).map(|i| medians[i]);
+    if !args.json {
+        println!(
+            "loaded in {load_s:.2} s; a pass reads {:.3} GB, at {:.1} GB/s no less than {:.2} ms",
+            bytes as f64 / 1e9,
+            bandwidth / 1e9,
+            limit * 1e3
+        );
+    }
+    let mut rows = vec![];
+    for (count, time) in args.rows.iter().zip(&medians) {
+        let ratio = one.map(|one| time / one);
+        if !args.json {
+            let ratio = ratio.map_or(String::new(), |r| format!("  c {r:.2}"));
+            println!(
+                "rows {count:<3} {:8.2} ms  {:5.1} % of the limit{ratio}",
+                time * 1e3,
+                100.0 * limit / time
+            );
+        }
+        rows.push(json!({"rows": count, "time_s": time, "share_of_limit": limit / time, "ratio_to_one_row": ratio}));
+    }
+    if args.json {
+        let all = json!({"load_s": load_s, "bytes": bytes, "read_gb_per_s": bandwidth / 1e9, "rows": rows});
+        println!("{all}");
+    } else {
+        for (route, calls) in cx.routes().snapshot() {
+            println!("  {route:<44} {calls:>8}");
+        }
+    }
+    Ok(())
+}
