@@ -20,15 +20,21 @@ pub struct Args {
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "4096x4096,3584x1024,1024x3584,17408x5120"
+        default_value = "4096x4096,3584x1024,1024x3584,17408x5120,248320x1024"
     )]
     shapes: Vec<String>,
     /// Rows of x.
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16")]
     m: Vec<usize>,
+    /// Rows of a prefill, measured beside candle's f32 matmul; 0 is off.
+    #[arg(long, default_value_t = 0)]
+    prefill: usize,
     /// Bits of a code.
-    #[arg(long, default_value_t = 4)]
-    bits: usize,
+    #[arg(long, value_delimiter = ',', default_value = "4")]
+    bits: Vec<usize>,
+    /// Leave out the plain weights and candle's.
+    #[arg(long)]
+    affine_only: bool,
     /// Codes that share a scale.
     #[arg(long, default_value_t = 64)]
     group: usize,
@@ -36,7 +42,7 @@ pub struct Args {
     #[arg(long, default_value_t = 320)]
     rotate_mb: usize,
     /// Seconds per line.
-    #[arg(long, default_value_t = 0.4)]
+    #[arg(long, default_value_t = 0.2)]
     seconds: f64,
     /// Print one JSON object instead of the table.
     #[arg(long)]
@@ -71,10 +77,18 @@ fn measure(args: &Args) -> Result<()> {
             k,
             bandwidth,
         };
-        bench.affine(&mut rows)?;
+        for bits in &args.bits {
+            bench.affine(*bits, &mut rows)?;
+        }
+        if args.affine_only {
+            continue;
+        }
         bench.plain(&mut rows)?;
         bench.candle(GgmlDType::Q4K, &mut peers)?;
         bench.candle(GgmlDType::Q8_0, &mut peers)?;
+        if args.prefill > 0 {
+            bench.gemm(&mut peers)?;
+        }
     }
     if args.json {
         let all = json!({"isa": isa, "threads": threads, "read_gb_per_s": bandwidth / 1e9, "rows": rows, "peers": peers});
@@ -152,7 +166,8 @@ impl Bench<'_> {
         let cx = Context::default();
         for dtype in dtypes {
             let mut first = None;
-            for m in &self.args.m {
+            let prefill = Some(&self.args.prefill).filter(|m| **m > 0);
+            for m in self.args.m.iter().chain(prefill) {
                 let x = self.x(*m, *dtype)?;
                 let time = self.median(weights.len(), |i| {
                     matmul(&cx, &x, &weights[i])?;
@@ -170,8 +185,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    fn affine(&self, rows: &mut Vec<Value>) -> Result<()> {
-        let format = AffineFormat::new(self.args.bits, self.args.group)?;
+    fn affine(&self, bits: usize, rows: &mut Vec<Value>) -> Result<()> {
+        let format = AffineFormat::new(bits, self.args.group)?;
         let (words, groups) = (self.k * format.bits / 32, self.k / format.group_size);
         let mut word = 1u32;
         let codes: Vec<u32> = std::iter::repeat_with(|| {
@@ -184,12 +199,14 @@ impl Bench<'_> {
         let floats =
             |s| Tensor::randn(0f32, s, (self.n, groups), &Device::Cpu)?.to_dtype(DType::BF16);
         let weight = Weight::affine(&codes, &floats(0.01)?, &floats(0.1)?, format, &Device::Cpu)?;
-        let name = format!("affine{}", self.args.bits);
+        let name = format!("affine{bits}");
         self.weights(&name, weight, &[DType::BF16, DType::F32], rows)
     }
 
     fn plain(&self, rows: &mut Vec<Value>) -> Result<()> {
-        let w = Tensor::randn(0f32, 0.02, (self.n, self.k), &Device::Cpu)?.to_dtype(DType::BF16)?;
+        let own = self.n.min(512);
+        let w = Tensor::randn(0f32, 0.02, (own, self.k), &Device::Cpu)?.to_dtype(DType::BF16)?;
+        let w = Tensor::cat(&vec![&w; self.n.div_ceil(own)], 0)?.narrow(0, 0, self.n)?;
         self.weights(
             "bf16",
             Weight::dense(&w, &Device::Cpu)?,
@@ -198,12 +215,33 @@ impl Bench<'_> {
         )
     }
 
+    /// candle's plain f32 matmul.
+    fn gemm(&self, peers: &mut Vec<Value>) -> Result<()> {
+        let own = self.n.min(512);
+        let w = Tensor::randn(0f32, 0.02, (own, self.k), &Device::Cpu)?;
+        let w = Tensor::cat(&vec![&w; self.n.div_ceil(own)], 0)?
+            .narrow(0, 0, self.n)?
+            .contiguous()?;
+        let (m, bytes) = (self.args.prefill, self.n * self.k * 4);
+        let x = self.x(m, DType::F32)?;
+        let time = self.median(1, |_| {
+            x.matmul(&w.t()?)?;
+            Ok(())
+        })?;
+        peers.push(self.line("candle f32", m, DType::F32, time, time, bytes));
+        Ok(())
+    }
+
     fn candle(&self, dtype: GgmlDType, peers: &mut Vec<Value>) -> Result<()> {
         if !self.k.is_multiple_of(dtype.block_size()) {
             return Ok(());
         }
-        let w = Tensor::randn(0f32, 0.02, (self.n, self.k), &Device::Cpu)?;
-        let data = QTensor::quantize(&w, dtype)?.data()?.into_owned();
+        // Quantizing to k-quants is slow: some rows, again and again.
+        let own = self.n.min(512);
+        let w = Tensor::randn(0f32, 0.02, (own, self.k), &Device::Cpu)?;
+        let part = QTensor::quantize(&w, dtype)?.data()?.into_owned();
+        let size = part.len() / own * self.n;
+        let data: Vec<u8> = part.iter().copied().cycle().take(size).collect();
         let make = |_| -> Result<QMatMul> {
             let w = ggml_file::qtensor_from_ggml(dtype, &data, vec![self.n, self.k], &Device::Cpu)?;
             Ok(QMatMul::from_qtensor(w)?)

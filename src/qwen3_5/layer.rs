@@ -14,7 +14,7 @@ use super::scope::Scope;
 
 pub(crate) enum Mixer {
     Attention(Attention),
-    Delta(GatedDeltaNet),
+    Delta(Box<GatedDeltaNet>),
 }
 
 pub(crate) struct Layer {
@@ -31,9 +31,10 @@ impl Layer {
             LayerType::FullAttention => {
                 Mixer::Attention(Attention::load(&scope.pp("self_attn"), config)?)
             }
-            LayerType::LinearAttention => {
-                Mixer::Delta(GatedDeltaNet::load(&scope.pp("linear_attn"), config)?)
-            }
+            LayerType::LinearAttention => Mixer::Delta(Box::new(GatedDeltaNet::load(
+                &scope.pp("linear_attn"),
+                config,
+            )?)),
         };
         Ok(Self {
             input_norm: scope.norm("input_layernorm", config.hidden_size)?,
