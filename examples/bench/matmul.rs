@@ -7,8 +7,8 @@ use candle_core::quantized::{ggml_file, GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_specprefill::affine::AffineFormat;
 use candle_specprefill::ops::affine_matmul::policy::Isa;
-use candle_specprefill::ops::affine_matmul::Weight;
-use candle_specprefill::ops::{matmul, Context};
+use candle_specprefill::ops::affine_matmul::{matmul_on, Weight};
+use candle_specprefill::ops::Context;
 use serde_json::{json, Value};
 
 use crate::bandwidth::read_bandwidth;
@@ -32,6 +32,9 @@ pub struct Args {
     /// Bits of a code.
     #[arg(long, value_delimiter = ',', default_value = "4")]
     bits: Vec<usize>,
+    /// Instruction set, if not the best: avx512, avxvnni, avx2, neon or portable.
+    #[arg(long, value_parser = isa)]
+    isa: Option<Isa>,
     /// Leave out the plain weights and candle's.
     #[arg(long)]
     affine_only: bool,
@@ -49,6 +52,15 @@ pub struct Args {
     json: bool,
 }
 
+fn isa(name: &str) -> Result<Isa, String> {
+    let same = |isa: &&Isa| format!("{isa:?}").eq_ignore_ascii_case(name);
+    let here = Isa::available();
+    here.iter()
+        .find(same)
+        .copied()
+        .ok_or_else(|| format!("this machine has {here:?}"))
+}
+
 /// Runs the measurement and prints it.
 pub fn run(args: &Args) -> Result<()> {
     // On a thread of the pool, as a model's passes run.
@@ -57,7 +69,7 @@ pub fn run(args: &Args) -> Result<()> {
 
 fn measure(args: &Args) -> Result<()> {
     let bandwidth = read_bandwidth();
-    let isa = format!("{:?}", Isa::best());
+    let isa = format!("{:?}", args.isa.unwrap_or(Isa::best()));
     let threads = rayon::current_num_threads();
     if !args.json {
         println!(
@@ -164,13 +176,14 @@ impl Bench<'_> {
         let bytes = weight.size_bytes();
         let weights = vec![weight; self.copies(bytes)];
         let cx = Context::default();
+        let isa = self.args.isa.unwrap_or(Isa::best());
         for dtype in dtypes {
             let mut first = None;
             let prefill = Some(&self.args.prefill).filter(|m| **m > 0);
             for m in self.args.m.iter().chain(prefill) {
                 let x = self.x(*m, *dtype)?;
                 let time = self.median(weights.len(), |i| {
-                    matmul(&cx, &x, &weights[i])?;
+                    matmul_on(&cx, &x, &weights[i], isa)?;
                     Ok(())
                 })?;
                 let first = *first.get_or_insert(time);

@@ -13,7 +13,7 @@ use super::mlp::FeedForward;
 use super::scope::Scope;
 
 pub(crate) enum Mixer {
-    Attention(Attention),
+    Attention(Box<Attention>),
     Delta(Box<GatedDeltaNet>),
 }
 
@@ -29,7 +29,7 @@ impl Layer {
     pub(crate) fn load(scope: &Scope, kind: LayerType, config: &TextConfig) -> Result<Self> {
         let mixer = match kind {
             LayerType::FullAttention => {
-                Mixer::Attention(Attention::load(&scope.pp("self_attn"), config)?)
+                Mixer::Attention(Box::new(Attention::load(&scope.pp("self_attn"), config)?))
             }
             LayerType::LinearAttention => Mixer::Delta(Box::new(GatedDeltaNet::load(
                 &scope.pp("linear_attn"),
