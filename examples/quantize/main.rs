@@ -87,9 +87,9 @@ fn run(cli: &Cli) -> Result<()> {
     bar.finish_and_clear();
     let done = done?;
     println!(
-        "{}: {:.2} GB, {} modules quantized, {:.2} bits per weight, MTP head: {}",
+        "{}: {}, {} modules quantized, {:.2} bits per weight, MTP head: {}",
         cli.target.display(),
-        done.bytes as f64 / 1e9,
+        indicatif::HumanBytes(done.bytes),
         done.quantized,
         done.bits_per_weight,
         if done.mtp_head { "kept" } else { "none" }
