@@ -1,0 +1,72 @@
+// The state of one operating-system thread that runs threadgroups, and how faults are recorded.
+#pragma once
+#include "fiber.h"
+#include <stdarg.h>
+#include <stdio.h>
+
+constexpr size_t EMU_TG_LIMIT = 32768;                   // Metal's limit for threadgroup memory
+constexpr unsigned EMU_MAX_THREADS = 1024;
+
+enum State { RUN, WAIT_SIMD, WAIT_SIMDGROUP_BARRIER, WAIT_BARRIER, DONE };
+struct Worker;
+struct Thread : emu_thread {                             // at the top of its stack block
+  Worker *worker;
+  void *sp;
+  State state;
+  unsigned tid, sg, active, flags;
+  const char *op;
+  int line, col;
+};
+static_assert(sizeof(Thread) <= EMU_CONTROL, "control block too large");
+
+struct SimdGroup {
+  emu_bank bank[2];
+  unsigned lo, present;                                  // first thread, mask of lanes that exist
+  unsigned ready;                                        // lanes that can run and do not run now
+  unsigned arrived, done, parity;                        // lanes at a simd operation; lanes that have returned
+  bool mixed;                                            // they are not all at the same one
+  unsigned ep_tg, ep_dev;                                // simdgroup barriers so far, by the memory they fence
+};
+struct TgVariable { unsigned site; size_t at; };
+struct Worker {
+  emu_launch *launch;
+  char *stacks;                                          // EMU_MAX_THREADS blocks
+  void *scheduler_sp;
+  Thread *current;
+  unsigned threads, simdgroups;
+  SimdGroup sg[EMU_MAX_THREADS / 32];
+  emu_region tg;                                         // threadgroup memory in use
+  size_t tg_used;
+  TgVariable variables[64];
+  unsigned nvariables;
+  void *tgmem[32];
+  unsigned gid, ep_tg, ep_dev;                           // threadgroup, barriers so far by the memory they fence
+  emu_region *last;                                      // region of the previous access
+  uint64_t accesses, switches;
+  char *arena;                                           // threadgroup memory, guard space on both sides
+  void *map; size_t map_len;
+};
+
+static inline Thread *thread_of(Worker *w, unsigned tid) { return (Thread *)(w->stacks + tid * EMU_STACK + EMU_STACK - EMU_CONTROL); }
+static inline Thread *self() { return (Thread *)emu_self(); }
+extern "C" const char __ehdr_start __attribute__((visibility("hidden")));   // start of this shared library
+
+// Records a fault once per program counter or text. A fatal one ends the launch: control leaves the thread for good.
+static void fault(Worker *w, Thread *t, int kind, uintptr_t pc, int line, bool fatal, const char *format, ...) {
+  emu_launch *l = w->launch;
+  while (__atomic_exchange_n(&l->lock, 1, __ATOMIC_ACQUIRE)) {}
+  emu_fault f;
+  memset(&f, 0, sizeof f);
+  f.kind = kind; f.line = line; f.pc = pc ? pc - (uintptr_t)&__ehdr_start : 0;
+  va_list a;
+  va_start(a, format);
+  vsnprintf(f.text, sizeof f.text, format, a);
+  va_end(a);
+  if (t) { f.has_thread = 1; f.thread = t->ctx.thread_position_in_threadgroup; f.group = t->ctx.threadgroup_position_in_grid; f.simdgroup = t->sg; f.lane = t->lane; }
+  bool again = false;
+  for (unsigned i = 0; i < l->nfaults; i++) again |= pc ? l->faults[i].pc == f.pc && l->faults[i].kind == kind : !strcmp(l->faults[i].text, f.text);
+  if (!again && l->nfaults < 8) { l->faults[l->nfaults] = f; l->nfaults++; }
+  if (fatal) l->abort = 1;
+  __atomic_store_n(&l->lock, 0, __ATOMIC_RELEASE);
+  if (fatal && w->current) { void *nowhere; w->current = nullptr; emu_switch(&nowhere, w->scheduler_sp); }
+}

@@ -1,0 +1,212 @@
+//! Compiled kernels, loaded.
+use crate::compiler::{compile, Compiled, Options};
+use crate::ffi::{Kernel, RawConstant, RunGroups, WorkerNew};
+use crate::launch::{Constant, Mode};
+use std::collections::HashMap;
+use std::ffi::CStr;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// A .metal file that could not be compiled, or constants that do not fit it.
+#[derive(Clone, Debug)]
+pub struct CompileError(pub String);
+
+impl fmt::Display for CompileError {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for CompileError {}
+
+/// The kernels of one .metal file, specialised by function constants.
+#[derive(Clone)]
+pub struct Library {
+    module: Arc<Module>,
+    constants: Box<[RawConstant; 64]>,
+}
+
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.debug_struct("Library")
+            .field("file", &self.module.file)
+            .field("kernels", &self.module.compiled.kernels)
+            .finish()
+    }
+}
+
+/// One file with its options; shared by all libraries that differ in constants only.
+struct Module {
+    file: PathBuf,
+    compiled: Compiled,
+    fast: Loaded,
+    checked: OnceLock<Result<Loaded, String>>,
+}
+
+/// A shared library. It stays loaded until the process ends.
+pub(crate) struct Loaded {
+    pub path: PathBuf,
+    pub kernels: HashMap<String, KernelPointer>,
+    pub worker_new: WorkerNew,
+    pub run_groups: RunGroups,
+}
+
+#[derive(Clone, Copy)]
+pub(crate) struct KernelPointer(pub *const Kernel);
+// SAFETY: points to constant data of a library that stays loaded.
+unsafe impl Send for KernelPointer {}
+unsafe impl Sync for KernelPointer {}
+
+impl Library {
+    /// Compiles a .metal file (or takes it from the cache) and sets function constants, by name or by index.
+    pub fn compile(
+        file: impl AsRef<Path>,
+        constants: &[(&str, Constant)],
+    ) -> Result<Self, CompileError> {
+        Self::compile_with(file, constants, &Options::default())
+    }
+
+    /// The same with macro definitions and include folders.
+    pub fn compile_with(
+        file: impl AsRef<Path>,
+        constants: &[(&str, Constant)],
+        options: &Options,
+    ) -> Result<Self, CompileError> {
+        let module = Module::get(file.as_ref(), options).map_err(CompileError)?;
+        Self {
+            module,
+            constants: Box::new([RawConstant::default(); 64]),
+        }
+        .with_constants(constants)
+    }
+
+    /// The same kernels with other constants; those not named keep their values. Costs nothing.
+    pub fn with_constants(&self, constants: &[(&str, Constant)]) -> Result<Self, CompileError> {
+        let mut library = self.clone();
+        let declared = &self.module.compiled.constants;
+        for (name, value) in constants {
+            let index = name.parse::<usize>().ok();
+            let Some(c) = declared
+                .iter()
+                .find(|c| c.name == *name || Some(c.index) == index)
+            else {
+                let names: Vec<_> = declared
+                    .iter()
+                    .map(|c| format!("{} ({})", c.name, c.index))
+                    .collect();
+                return Err(CompileError(format!(
+                    "{}: no function constant {name}; it has: {}",
+                    self.module.file.display(),
+                    names.join(", ")
+                )));
+            };
+            let (size, bits, ty) = value.parts();
+            if !same_type(&c.ty, ty) {
+                return Err(CompileError(format!(
+                    "{}: function constant {} is a {}, not a {ty}",
+                    self.module.file.display(),
+                    c.name,
+                    c.ty
+                )));
+            }
+            library.constants[c.index] = RawConstant { bits, set: 1, size };
+        }
+        Ok(library)
+    }
+
+    /// Host names of all kernels.
+    pub fn kernels(&self) -> &[String] {
+        &self.module.compiled.kernels
+    }
+
+    pub(crate) fn constants(&self) -> &[RawConstant; 64] {
+        &self.constants
+    }
+
+    pub(crate) fn loaded(&self, mode: Mode) -> Result<&Loaded, String> {
+        match mode {
+            Mode::Fast => Ok(&self.module.fast),
+            Mode::Checked => self
+                .module
+                .checked
+                .get_or_init(|| load(self.module.compiled.checked()?))
+                .as_ref()
+                .map_err(Clone::clone),
+        }
+    }
+}
+
+fn same_type(declared: &str, given: &str) -> bool {
+    let declared = declared.trim();
+    declared == given
+        || matches!(
+            (declared, given),
+            ("uint32_t" | "unsigned int" | "unsigned", "uint")
+                | ("int32_t", "int")
+                | ("uint16_t", "ushort")
+                | ("int16_t", "short")
+                | ("uint64_t" | "size_t", "ulong")
+                | ("int64_t", "long")
+                | ("float16_t", "half")
+        )
+}
+
+type Slot = Arc<OnceLock<Result<Arc<Module>, String>>>;
+
+impl Module {
+    /// Compiles once per process: later changes of the file are not seen.
+    fn get(file: &Path, options: &Options) -> Result<Arc<Module>, String> {
+        static MODULES: OnceLock<Mutex<HashMap<(PathBuf, Options), Slot>>> = OnceLock::new();
+        let path = file
+            .canonicalize()
+            .map_err(|e| format!("{}: {e}", file.display()))?;
+        let slot = MODULES
+            .get_or_init(Mutex::default)
+            .lock()
+            .unwrap_or_else(|e| e.into_inner())
+            .entry((path, options.clone()))
+            .or_default()
+            .clone();
+        let build = || {
+            let compiled = compile(file, options)?;
+            let fast = load(compiled.fast.clone())?;
+            Ok(Arc::new(Module {
+                file: file.to_path_buf(),
+                compiled,
+                fast,
+                checked: OnceLock::new(),
+            }))
+        };
+        slot.get_or_init(build).clone()
+    }
+}
+
+fn load(path: PathBuf) -> Result<Loaded, String> {
+    let text = |e: libloading::Error| format!("{}: {e}", path.display());
+    // SAFETY: the library was built by this crate; its symbols have the types of runtime/abi.h, and it has no constructors.
+    unsafe {
+        let library = Box::leak(Box::new(libloading::Library::new(&path).map_err(text)?));
+        let table: libloading::Symbol<*const Kernel> =
+            library.get(b"emu_kernels\0").map_err(text)?;
+        let count: libloading::Symbol<*const u32> =
+            library.get(b"emu_kernel_count\0").map_err(text)?;
+        let kernels = (0..**count as usize).map(|i| {
+            let k = table.add(i);
+            (
+                CStr::from_ptr((*k).name).to_string_lossy().into_owned(),
+                KernelPointer(k),
+            )
+        });
+        Ok(Loaded {
+            kernels: kernels.collect(),
+            worker_new: *library
+                .get::<WorkerNew>(b"emu_worker_new\0")
+                .map_err(text)?,
+            run_groups: *library
+                .get::<RunGroups>(b"emu_run_groups\0")
+                .map_err(text)?,
+            path: path.clone(),
+        })
+    }
+}
