@@ -4,9 +4,13 @@ mod support;
 
 use candle_core::{DType, Tensor};
 use candle_specprefill::ops::Context;
-use candle_specprefill::qwen3_5::{Cache, DraftRows, Keep, Model, Rows};
+use candle_specprefill::qwen3_5::checkpoint::Checkpoint;
+use candle_specprefill::qwen3_5::config::Config;
+use candle_specprefill::qwen3_5::{
+    Cache, Capture, DraftRows, Keep, LoadOptions, Model, Rows, Wanted,
+};
 use candle_specprefill::Error;
-use support::{feed, load, logits, same_bits, same_contents};
+use support::{feed, golden, load, logits, same_bits, same_contents};
 
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 const MODELS: [&str; 3] = ["dense", "mlx/dense_q4g64", "mlx/dense_custom"];
@@ -223,4 +227,103 @@ fn draft_rows_do_not_depend_on_company() {
             "{dtype:?}"
         );
     }
+}
+
+/// The dense model's first `layers` layers.
+fn cut(layers: usize) -> Model {
+    let mut config = Config::read(&golden("dense")).unwrap();
+    config.text.layer_types.truncate(layers);
+    config.text.num_hidden_layers = layers;
+    let checkpoint = Checkpoint::open(golden("dense")).unwrap();
+    Model::from_checkpoint(&config, &checkpoint, &LoadOptions::default()).unwrap()
+}
+
+fn pass(
+    model: &Model,
+    cache: &mut Cache,
+    tokens: &[u32],
+    wanted: Wanted,
+) -> (
+    Option<Tensor>,
+    Vec<Tensor>,
+    candle_specprefill::ops::routes::RouteCounts,
+) {
+    let start = cache.next_position();
+    let positions: Vec<u32> = (start..start + tokens.len() as u32).collect();
+    let (cx, mut capture) = (Context::default(), Capture::default());
+    let rows = Rows {
+        cache,
+        tokens,
+        positions: &positions,
+        keep: Keep::Commit,
+    };
+    let hidden = model.forward_capturing(&cx, rows, wanted, &mut capture);
+    (hidden.unwrap(), capture.queries, cx.routes().snapshot())
+}
+
+/// Whether the last layer is attention (8 layers) or a delta net (7), what is computed has the bits of the whole pass.
+#[test]
+fn wanting_less_computes_less_and_the_same() {
+    for model in [cut(8), cut(7)] {
+        let all = tokens(23, 9);
+        let mut whole = model.new_cache().unwrap();
+        let (hidden, queries, full) = pass(&model, &mut whole, &all, Wanted::All);
+        let hidden = hidden.unwrap();
+        let mut cache = model.new_cache().unwrap();
+        let (none, _, less) = pass(&model, &mut cache, &all[..10], Wanted::Nothing);
+        assert!(none.is_none());
+        assert!(less["attention/cpu/f32"] <= full["attention/cpu/f32"]);
+        assert!(less.values().sum::<u64>() < full.values().sum());
+        let (last, _, _) = pass(&model, &mut cache, &all[10..], Wanted::Last);
+        assert!(same_bits(&last.unwrap(), &hidden.narrow(0, 22, 1).unwrap()));
+        assert!(same_contents(&cache, &whole));
+        // Through the first attention layer only.
+        let mut keys = model.new_cache().unwrap();
+        let (none, first, routes) = pass(&model, &mut keys, &all, Wanted::Keys(0));
+        assert!(none.is_none() && !routes.contains_key("attention/cpu/f32"));
+        assert!(first.len() == 1 && same_bits(&first[0], &queries[0]));
+        let filled = |c: &Cache| {
+            c.keys(0)
+                .map(|(k, n)| k.narrow(1, 0, n).unwrap().copy().unwrap())
+        };
+        assert!(same_bits(&filled(&keys).unwrap(), &filled(&whole).unwrap()));
+        // A cache of some layers cannot be continued by all of them.
+        let rows = Rows {
+            cache: &mut keys,
+            tokens: &[1],
+            positions: &[23],
+            keep: Keep::Commit,
+        };
+        let error = model.forward(&Context::default(), &mut [rows]).unwrap_err();
+        assert!(error.to_string().contains("4 layers"), "{error}");
+    }
+}
+
+#[test]
+fn several_sequences_want_their_own_last_rows() {
+    let model = load("mlx/dense_q4g64", DType::BF16);
+    let (a, b) = (tokens(9, 1), tokens(4, 2));
+    let alone = |tokens: &[u32]| {
+        let mut cache = model.new_cache().unwrap();
+        pass(&model, &mut cache, tokens, Wanted::Last).0.unwrap()
+    };
+    let want = Tensor::cat(&[alone(&a), alone(&b)], 0).unwrap();
+    let (mut cache_a, mut cache_b) = (model.new_cache().unwrap(), model.new_cache().unwrap());
+    let positions: Vec<u32> = (0..9).collect();
+    let mut rows = [
+        Rows {
+            cache: &mut cache_a,
+            tokens: &a,
+            positions: &positions,
+            keep: Keep::Commit,
+        },
+        Rows {
+            cache: &mut cache_b,
+            tokens: &b,
+            positions: &positions[..4],
+            keep: Keep::Commit,
+        },
+    ];
+    let got = model.forward_wanted(&Context::default(), &mut rows, Wanted::Last);
+    assert!(same_bits(&got.unwrap().unwrap(), &want));
 }

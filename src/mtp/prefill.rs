@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use crate::error::{Error, Result};
 use crate::ops::Context;
-use crate::qwen3_5::{Cache, DraftRows, Keep, Model, Rows};
+use crate::qwen3_5::{Cache, DraftRows, Keep, Model, Rows, Wanted};
 
 /// How a prompt is prefilled.
 #[derive(Clone, Copy, Debug)]
@@ -62,15 +62,23 @@ pub fn prefill(
     for (i, part) in kept.chunks(chunk).enumerate() {
         let part_tokens: Vec<u32> = part.iter().map(|k| tokens[*k as usize]).collect();
         let positions: Vec<u32> = part.iter().map(|k| base + k).collect();
-        let hidden = model.forward(
-            cx,
-            &mut [Rows {
-                cache: &mut *cache,
-                tokens: &part_tokens,
-                positions: &positions,
-                keep: Keep::Commit,
-            }],
-        )?;
+        let done = (i * chunk + part.len()).min(kept.len());
+        // The draft head reads every row's hidden state; without it only the last row's is wanted.
+        let wanted = match done == kept.len() {
+            _ if prime => Wanted::All,
+            true => Wanted::Last,
+            false => Wanted::Nothing,
+        };
+        let rows = Rows {
+            cache: &mut *cache,
+            tokens: &part_tokens,
+            positions: &positions,
+            keep: Keep::Commit,
+        };
+        let Some(hidden) = model.forward_wanted(cx, &mut [rows], wanted)? else {
+            progress(done);
+            continue;
+        };
         // The prompt's last row waits for the token that will be drawn from it.
         let next = part.iter().map_while(|k| tokens.get(*k as usize + 1));
         let next: Vec<u32> = next.copied().collect();
@@ -83,8 +91,8 @@ pub fn prefill(
             };
             model.prime(cx, &mut [rows])?;
         }
-        last = Some(hidden.narrow(0, part.len() - 1, 1)?);
-        progress((i * chunk + part.len()).min(kept.len()));
+        last = Some(hidden.narrow(0, hidden.dim(0)? - 1, 1)?);
+        progress(done);
     }
     if prime {
         let (rows, primed) = (

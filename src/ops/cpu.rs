@@ -107,13 +107,24 @@ pub(crate) fn has_avx2() -> bool {
     is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")
 }
 
+/// Whether the AVX-512 features are there that float code is compiled for.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn has_avx512() -> bool {
+    is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("fma")
+}
+
 /// `e^x` to 2 ulp for `x` in -87…88; below it is 0 to within 1e-38, NaN stays NaN. Straight-line code that vectorises.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer.
     let x = if x < -87.0 { -87.0 } else { x };
     let x = if x > 88.0 { 88.0 } else { x };
-    let n = x.mul_add(std::f32::consts::LOG2_E, ROUND) - ROUND;
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
     let r = n.mul_add(-0.693_359_4, x);
     let r = n.mul_add(2.121_944_4e-4, r);
     let p = r.mul_add(1.987_569_1e-4, 1.398_199_9e-3);
@@ -122,7 +133,9 @@ pub(crate) fn exp(x: f32) -> f32 {
     let p = p.mul_add(r, 1.666_666_5e-1);
     let p = p.mul_add(r, 0.5);
     let p = p.mul_add(r * r, r) + 1.0;
-    p * f32::from_bits(((n as i32 + 127) as u32) << 23)
+    // The integer stands in the low bits of `shifted`: a conversion would have to saturate, which does not vectorise everywhere.
+    let power = shifted.to_bits().wrapping_sub(ROUND.to_bits());
+    p * f32::from_bits(power.wrapping_add(127) << 23)
 }
 
 #[cfg(test)]

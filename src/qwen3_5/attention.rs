@@ -30,6 +30,8 @@ pub(crate) struct Span<'a> {
     /// Slots filled before this pass.
     pub(crate) filled: usize,
     pub(crate) rows: usize,
+    /// How many of them, the last ones, an output is wanted of.
+    pub(crate) wanted: usize,
 }
 
 impl Attention {
@@ -70,6 +72,34 @@ impl Attention {
         ))
     }
 
+    /// Queries after normalisation and RoPE, `[rows, heads, head_dim]`, and their gates.
+    fn queries(
+        &self,
+        cx: &Context,
+        projected: &Tensor,
+        positions: &Tensor,
+        rope: &Rope,
+    ) -> Result<(Tensor, Tensor)> {
+        // Per head: the query, then its gate.
+        let q_gate = projected.reshape((projected.dim(0)?, self.heads, 2 * self.head_dim))?;
+        let q = q_gate.narrow(2, 0, self.head_dim)?;
+        let gate = q_gate.narrow(2, self.head_dim, self.head_dim)?;
+        let q = ops::rms_norm(cx, &q, &self.q_norm, self.eps)?;
+        Ok((ops::rope(cx, &q, positions, rope)?, gate))
+    }
+
+    /// The queries of `x` as [`Attention::forward`] has them, for a scorer that reads nothing else of the layer.
+    pub(crate) fn queries_only(
+        &self,
+        cx: &Context,
+        x: &Tensor,
+        positions: &Tensor,
+        rope: &Rope,
+    ) -> Result<Tensor> {
+        let projected = ops::matmul(cx, x, &self.q)?;
+        Ok(self.queries(cx, &projected, positions, rope)?.0)
+    }
+
     /// Writes the rows' keys and values and computes nothing else.
     pub(crate) fn prime(
         &self,
@@ -81,16 +111,21 @@ impl Attention {
     ) -> Result<()> {
         let projected = ops::matmul_grouped(cx, x, &[&self.k, &self.v])?;
         let (k, v) = self.keys_values(cx, &projected, positions, rope)?;
+        self.write(&k, &v, spans)
+    }
+
+    fn write(&self, k: &Tensor, v: &Tensor, spans: &mut [Span]) -> Result<()> {
         let mut start = 0;
         for span in spans {
             let part = |t: &Tensor| t.narrow(0, start, span.rows);
-            span.key_values.write(&part(&k)?, &part(&v)?, span.filled)?;
+            span.key_values.write(&part(k)?, &part(v)?, span.filled)?;
             start += span.rows;
         }
         Ok(())
     }
 
-    /// `x` is `[rows, hidden]`; the spans' rows follow each other. `queries` receives the rotated queries.
+    /// `x` is `[rows, hidden]`; the spans' rows follow each other. The result has the wanted rows. `queries` receives their
+    /// rotated queries.
     pub(crate) fn forward(
         &self,
         cx: &Context,
@@ -100,25 +135,28 @@ impl Attention {
         spans: &mut [Span],
         queries: Option<&mut Vec<Tensor>>,
     ) -> Result<Tensor> {
-        let rows = x.dim(0)?;
-        let projected = ops::matmul_grouped(cx, x, &[&self.q, &self.k, &self.v])?;
-        // Per head: the query, then its gate.
-        let q_gate = projected[0].reshape((rows, self.heads, 2 * self.head_dim))?;
-        let q = q_gate.narrow(2, 0, self.head_dim)?;
-        let gate = q_gate.narrow(2, self.head_dim, self.head_dim)?;
-        let q = ops::rms_norm(cx, &q, &self.q_norm, self.eps)?;
-        let q = ops::rope(cx, &q, positions, rope)?;
-        let (k, v) = self.keys_values(cx, &projected[1..], positions, rope)?;
+        let all = spans.iter().all(|s| s.wanted == s.rows);
+        let (q, gate) = if all {
+            let projected = ops::matmul_grouped(cx, x, &[&self.q, &self.k, &self.v])?;
+            let (k, v) = self.keys_values(cx, &projected[1..], positions, rope)?;
+            self.write(&k, &v, spans)?;
+            self.queries(cx, &projected[0], positions, rope)?
+        } else {
+            self.prime(cx, x, positions, rope, spans)?;
+            let sizes: Vec<_> = spans.iter().map(|s| (s.rows, s.wanted)).collect();
+            let projected = ops::matmul(cx, &last_rows(x, &sizes)?, &self.q)?;
+            let positions = last_rows(positions, &sizes)?;
+            self.queries(cx, &projected, &positions, rope)?
+        };
         let scale = (self.head_dim as f32).powf(-0.5);
         let mut start = 0;
         let mut outs = Vec::with_capacity(spans.len());
-        for span in spans {
-            let part = |t: &Tensor| t.narrow(0, start, span.rows);
-            span.key_values.write(&part(&k)?, &part(&v)?, span.filled)?;
+        for span in spans.iter().filter(|s| s.wanted > 0) {
+            let q = q.narrow(0, start, span.wanted)?;
             let (keys, values) = (span.key_values.keys(), span.key_values.values());
             let len = span.filled + span.rows;
-            outs.push(ops::attention(cx, &part(&q)?, keys, values, len, scale)?);
-            start += span.rows;
+            outs.push(ops::attention(cx, &q, keys, values, len, scale)?);
+            start += span.wanted;
         }
         let out = match outs.len() {
             1 => outs.remove(0),
@@ -130,4 +168,23 @@ impl Attention {
         let gated = ops::sigmoid_gate(cx, &out, &gate)?;
         ops::matmul(cx, &gated.flatten_from(D::Minus2)?, &self.o)
     }
+}
+
+/// Of packed rows, the last `wanted` of every `(rows, wanted)`. At least one row must be wanted.
+pub(crate) fn last_rows(x: &Tensor, sizes: &[(usize, usize)]) -> Result<Tensor> {
+    if sizes.iter().all(|(rows, wanted)| rows == wanted) {
+        return Ok(x.clone());
+    }
+    let mut start = 0;
+    let mut parts = vec![];
+    for (rows, wanted) in sizes {
+        if *wanted > 0 {
+            parts.push(x.narrow(0, start + rows - wanted, *wanted)?);
+        }
+        start += rows;
+    }
+    Ok(match parts.len() {
+        1 => parts.remove(0).contiguous()?,
+        _ => Tensor::cat(&parts, 0)?,
+    })
 }

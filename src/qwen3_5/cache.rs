@@ -99,6 +99,8 @@ pub struct Cache {
     pending: Vec<u32>,
     draft_rows: usize,
     next_position: u32,
+    /// Layers that hold the rows: fewer than all after passes that stopped early.
+    depth: usize,
     failed: bool,
 }
 
@@ -143,6 +145,7 @@ impl Cache {
             pending: vec![],
             draft_rows: 0,
             next_position: 0,
+            depth: config.layer_types.len(),
             failed: false,
         })
     }
@@ -305,6 +308,7 @@ impl Cache {
             pending: self.pending.clone(),
             draft_rows: self.draft_rows,
             next_position: self.next_position,
+            depth: self.depth,
             failed: self.failed,
         })
     }
@@ -328,9 +332,15 @@ impl Cache {
         Ok(())
     }
 
-    /// Whether a pass may begin.
-    pub(crate) fn ready(&self, layers: &[LayerType]) -> Result<()> {
+    /// Whether a pass of the first `depth` layers may begin.
+    pub(crate) fn ready(&self, layers: &[LayerType], depth: usize) -> Result<()> {
         self.usable()?;
+        if self.rows > 0 && self.depth != depth {
+            return Err(Error::Cache(format!(
+                "its rows went through {} layers, this pass has {depth}: start with a new cache",
+                self.depth
+            )));
+        }
         if self.pending() > 0 {
             return Err(undecided(self.pending()));
         }
@@ -347,8 +357,9 @@ impl Cache {
     }
 
     /// A pass begins: until [`Cache::finish`] the cache counts as failed.
-    pub(crate) fn begin(&mut self) {
+    pub(crate) fn begin(&mut self, depth: usize) {
         self.failed = true;
+        self.depth = depth;
     }
 
     /// A pass over rows at `positions` went through.

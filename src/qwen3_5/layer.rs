@@ -50,17 +50,22 @@ impl Layer {
         ops::rms_norm(cx, x, &self.input_norm, self.eps)
     }
 
-    /// Runs the layer; `mix` runs its mixer on the normalised rows.
+    /// Runs the layer; `mix` runs its mixer on the normalised rows and gives those that `residual` takes from `x`, or
+    /// `None` when nobody wants any.
     pub(crate) fn forward(
         &self,
         cx: &Context,
         x: &Tensor,
-        mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>,
-    ) -> Result<Tensor> {
+        residual: impl FnOnce(&Tensor) -> Result<Tensor>,
+        mix: impl FnOnce(&Mixer, &Tensor) -> Result<Option<Tensor>>,
+    ) -> Result<Option<Tensor>> {
         let normed = self.normed(cx, x)?;
-        let x = (x + mix(&self.mixer, &normed)?)?;
+        let Some(mixed) = mix(&self.mixer, &normed)? else {
+            return Ok(None);
+        };
+        let x = (residual(x)? + mixed)?;
         let normed = ops::rms_norm(cx, &x, &self.post_norm, self.eps)?;
-        Ok((&x + self.feed_forward.forward(cx, &normed)?)?)
+        Ok(Some((&x + self.feed_forward.forward(cx, &normed)?)?))
     }
 
     pub(crate) fn size_bytes(&self) -> usize {

@@ -12,7 +12,7 @@ use crate::ops::{self, Context};
 
 use super::cache::{Cache, LayerCache};
 use super::checkpoint::Checkpoint;
-use super::config::{Config, TextConfig};
+use super::config::{Config, LayerType, TextConfig};
 use super::layer::{Layer, Mixer};
 use super::mtp::DraftHead;
 use super::weights::Weights;
@@ -79,8 +79,24 @@ pub struct DraftRows<'a> {
 /// What a pass records beside its result.
 #[derive(Debug, Default)]
 pub struct Capture {
-    /// Per full-attention layer the queries after normalisation and RoPE, `[rows, heads, head_dim]`.
+    /// Per full-attention layer that ran the queries after normalisation and RoPE, `[rows, heads, head_dim]`; of the last
+    /// layer only those of wanted rows.
     pub queries: Vec<Tensor>,
+}
+
+/// What is wanted of a pass. Less is computed when less is wanted; what is computed has the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Wanted {
+    /// Every row's hidden state.
+    #[default]
+    All,
+    /// The hidden state of every sequence's last row: in the last layer the other rows only leave what later rows read.
+    Last,
+    /// The caches alone.
+    Nothing,
+    /// The cached keys and, in a capture, the queries of the first full-attention layers up to this index. No layer after
+    /// it runs, so the caches can only be continued by passes that stop there too.
+    Keys(usize),
 }
 
 impl Model {
@@ -191,18 +207,40 @@ impl Model {
     /// Runs the rows of any number of sequences in one pass and returns the hidden state after the final norm,
     /// `[total rows, hidden]`. Every row's result is bitwise what it is alone. Input is checked before any cache changes.
     pub fn forward(&self, cx: &Context, batch: &mut [Rows]) -> Result<Tensor> {
-        self.in_pool(|| self.pass(cx, batch, None))
+        let hidden = self.forward_wanted(cx, batch, Wanted::All)?;
+        hidden.ok_or_else(no_rows)
     }
 
-    /// [`Model::forward`] of one sequence, which also records the queries of every full-attention layer.
+    /// [`Model::forward`], of which only a part is wanted: the wanted hidden states, in order, or `None` if there are none.
+    pub fn forward_wanted(
+        &self,
+        cx: &Context,
+        batch: &mut [Rows],
+        wanted: Wanted,
+    ) -> Result<Option<Tensor>> {
+        self.in_pool(|| self.pass(cx, batch, wanted, None))
+    }
+
+    /// [`Model::forward_wanted`] of one sequence, which also records queries.
     pub fn forward_capturing(
         &self,
         cx: &Context,
         rows: Rows,
+        wanted: Wanted,
         capture: &mut Capture,
-    ) -> Result<Tensor> {
+    ) -> Result<Option<Tensor>> {
         capture.queries.clear();
-        self.in_pool(|| self.pass(cx, &mut [rows], Some(&mut capture.queries)))
+        self.in_pool(|| self.pass(cx, &mut [rows], wanted, Some(&mut capture.queries)))
+    }
+
+    /// The layer of the `index`-th full-attention layer.
+    fn attention_layer(&self, index: usize) -> Result<usize> {
+        let kinds = self.config.layer_types.iter().enumerate();
+        let mut attention = kinds.filter(|(_, kind)| **kind == LayerType::FullAttention);
+        attention.nth(index).map(|(i, _)| i).ok_or_else(|| {
+            let what = format!("the model has no full-attention layer {index} (from 0)");
+            Error::argument("forward", what)
+        })
     }
 
     /// Runs a pass on a thread of the pool: from another thread, each of its hundreds of parallel loops would wake the pool and
@@ -218,19 +256,35 @@ impl Model {
         &self,
         cx: &Context,
         batch: &mut [Rows],
+        wanted: Wanted,
         mut queries: Option<&mut Vec<Tensor>>,
-    ) -> Result<Tensor> {
+    ) -> Result<Option<Tensor>> {
+        let depth = match wanted {
+            Wanted::Keys(index) => self.attention_layer(index)? + 1,
+            _ => self.layers.len(),
+        };
         for rows in batch.iter() {
             self.check_rows(rows.tokens, rows.positions)?;
-            rows.cache.ready(&self.config.layer_types)?;
+            rows.cache.ready(&self.config.layer_types, depth)?;
         }
         let tokens: Vec<u32> = batch.iter().flat_map(|r| r.tokens).copied().collect();
         let positions: Vec<u32> = batch.iter().flat_map(|r| r.positions).copied().collect();
         let mut x = self.embed(&tokens)?;
         let positions = Tensor::new(positions, &self.device)?;
-        batch.iter_mut().for_each(|r| r.cache.begin());
-        for (i, layer) in self.layers.iter().enumerate() {
-            x = layer.forward(cx, &x, |mixer, x| match mixer {
+        batch.iter_mut().for_each(|r| r.cache.begin(depth));
+        let mut hidden = None;
+        for (i, layer) in self.layers[..depth].iter().enumerate() {
+            let last = i + 1 == depth;
+            let of = |rows: usize| match wanted {
+                _ if !last => rows,
+                Wanted::All => rows,
+                Wanted::Last => rows.min(1),
+                Wanted::Nothing | Wanted::Keys(_) => 0,
+            };
+            let sizes: Vec<_> = batch.iter().map(|r| r.tokens.len()).collect();
+            let sizes: Vec<_> = sizes.into_iter().map(|rows| (rows, of(rows))).collect();
+            let residual = |x: &Tensor| attention::last_rows(x, &sizes);
+            let out = layer.forward(cx, &x, residual, |mixer, x| match mixer {
                 Mixer::Attention(mixer) => {
                     let spans = batch.iter_mut().filter_map(|r| {
                         let filled = r.cache.rows();
@@ -239,13 +293,23 @@ impl Model {
                                 key_values,
                                 filled,
                                 rows: r.tokens.len(),
+                                wanted: of(r.tokens.len()),
                             }),
                             LayerCache::Delta(_) => None,
                         }
                     });
                     let mut spans: Vec<_> = spans.collect();
                     let queries = queries.as_deref_mut();
-                    mixer.forward(cx, x, &positions, &self.rope, &mut spans, queries)
+                    let (rope, spans) = (&self.rope, &mut spans);
+                    if spans.iter().any(|s| s.wanted > 0) {
+                        let out = mixer.forward(cx, x, &positions, rope, spans, queries)?;
+                        return Ok(Some(out));
+                    }
+                    mixer.prime(cx, x, &positions, rope, spans)?;
+                    if let (Wanted::Keys(_), Some(queries)) = (wanted, queries) {
+                        queries.push(mixer.queries_only(cx, x, &positions, rope)?);
+                    }
+                    Ok(None)
                 }
                 Mixer::Delta(mixer) => {
                     let spans = batch
@@ -254,6 +318,7 @@ impl Model {
                             LayerCache::Delta(state) => Some(gated_delta_net::Span {
                                 state,
                                 rows: r.tokens.len(),
+                                wanted: of(r.tokens.len()),
                                 keep: r.keep,
                             }),
                             LayerCache::Attention(_) => None,
@@ -261,8 +326,15 @@ impl Model {
                     mixer.forward(cx, x, &mut spans.collect::<Vec<_>>())
                 }
             })?;
+            match out {
+                Some(out) if last => hidden = Some(out),
+                Some(out) => x = out,
+                None => {}
+            }
         }
-        let hidden = ops::rms_norm(cx, &x, &self.norm, self.config.rms_norm_eps)?;
+        let eps = self.config.rms_norm_eps;
+        let norm = |x: Tensor| ops::rms_norm(cx, &x, &self.norm, eps);
+        let hidden = hidden.map(norm).transpose()?;
         for rows in batch.iter_mut() {
             rows.cache.finish(rows.positions, rows.keep);
         }
@@ -279,7 +351,7 @@ impl Model {
     /// `[total rows, hidden]`.
     pub fn draft(&self, cx: &Context, batch: &mut [DraftRows]) -> Result<Tensor> {
         let out = self.in_pool(|| self.draft_pass(cx, batch, false))?;
-        out.ok_or_else(|| Error::argument("draft", "the pass gave no rows"))
+        out.ok_or_else(no_rows)
     }
 
     /// [`Model::draft`] for rows whose prediction nobody wants: only their keys and values are computed.
@@ -329,6 +401,7 @@ impl Model {
                 key_values,
                 filled,
                 rows: r.tokens.len(),
+                wanted: r.tokens.len(),
             })
         });
         let mut spans: Vec<_> = spans.collect();
@@ -377,4 +450,8 @@ impl Model {
         }
         Ok(())
     }
+}
+
+fn no_rows() -> Error {
+    Error::argument("forward", "the pass gave no rows")
 }

@@ -62,11 +62,13 @@ impl DraftHead {
         rope: &Rope,
         spans: &mut [Span],
     ) -> Result<Tensor> {
-        let x = self.layer.forward(cx, x, |mixer, x| match mixer {
-            Mixer::Attention(a) => a.forward(cx, x, positions, rope, spans, None),
+        let all = |x: &Tensor| Ok(x.clone());
+        let out = self.layer.forward(cx, x, all, |mixer, x| match mixer {
+            Mixer::Attention(a) => Ok(Some(a.forward(cx, x, positions, rope, spans, None)?)),
             Mixer::Delta(_) => Err(not_attention()),
         })?;
-        ops::rms_norm(cx, &x, &self.norm, self.eps)
+        let out = out.ok_or_else(not_attention)?;
+        ops::rms_norm(cx, &out, &self.norm, self.eps)
     }
 
     /// Writes the rows' keys and values, bitwise those of [`DraftHead::forward`], and computes nothing else.

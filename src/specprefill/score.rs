@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use super::{Progress, Settings};
 use crate::error::{Error, Result};
 use crate::ops::{attention::attention_probabilities, Context};
-use crate::qwen3_5::{Cache, Capture, Keep, Model, Rows};
+use crate::qwen3_5::{Cache, Capture, Keep, Model, Rows, Wanted};
 
 /// What scoring found and what it cost.
 #[derive(Clone, Debug)]
@@ -44,7 +44,8 @@ pub fn score(
         return Err(Error::Prompt("empty: there is nothing to score".into()));
     };
     for (i, part) in body.chunks(settings.prefill_chunk.max(1)).enumerate() {
-        feed(draft, cx, cache, part, None)?;
+        // Of these rows only the caches are read, so the last layer computes no attention and no feed-forward.
+        feed(draft, cx, cache, part, Wanted::Nothing, None)?;
         let done = i * settings.prefill_chunk + part.len();
         progress(Progress::Scoring {
             done,
@@ -52,7 +53,7 @@ pub fn score(
         });
     }
     let mut capture = Capture::default();
-    let mut hidden = feed(draft, cx, cache, &[*last], Some(&mut capture))?;
+    let mut hidden = feed(draft, cx, cache, &[*last], Wanted::Last, Some(&mut capture))?;
     progress(Progress::Scoring {
         done: tokens.len(),
         total: tokens.len(),
@@ -69,9 +70,12 @@ pub fn score(
             done: queries.len(),
             total: settings.lookahead,
         });
-        let logits = draft.logits(cx, &hidden)?;
+        let Some(row) = &hidden else {
+            return Err(Error::Draft("its pass gave no hidden state".into()));
+        };
+        let logits = draft.logits(cx, row)?;
         let next = logits.argmax(1)?.to_vec1::<u32>()?[0];
-        hidden = feed(draft, cx, cache, &[next], Some(&mut capture))?;
+        hidden = feed(draft, cx, cache, &[next], Wanted::Last, Some(&mut capture))?;
         queries.push(std::mem::take(&mut capture.queries));
     }
     cache.restore(&mark)?;
@@ -88,8 +92,9 @@ fn feed(
     cx: &Context,
     cache: &mut Cache,
     tokens: &[u32],
+    wanted: Wanted,
     capture: Option<&mut Capture>,
-) -> Result<Tensor> {
+) -> Result<Option<Tensor>> {
     let first = cache.next_position();
     let positions: Vec<u32> = (first..first + tokens.len() as u32).collect();
     let rows = Rows {
@@ -99,8 +104,8 @@ fn feed(
         keep: Keep::Commit,
     };
     match capture {
-        Some(capture) => draft.forward_capturing(cx, rows, capture),
-        None => draft.forward(cx, &mut [rows]),
+        Some(capture) => draft.forward_capturing(cx, rows, wanted, capture),
+        None => draft.forward_wanted(cx, &mut [rows], wanted),
     }
 }
 

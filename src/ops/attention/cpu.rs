@@ -11,8 +11,13 @@ use crate::ops::cpu::{exp, Element};
 pub(super) const BLOCK: usize = 64;
 /// Rows that share a transposed block.
 const TILE: usize = 32;
-/// Lanes of a head that are summed at once.
-const LANES: usize = 64;
+/// Queries whose sums stay in registers together, and lanes of each: they share every load of keys and values. Which queries
+/// and lanes share a register changes no bit, every sum has an order of its own.
+const QUERIES: usize = 2;
+const LANES: usize = 32;
+/// The same where registers are wider and there are more of them.
+#[cfg(target_arch = "x86_64")]
+const WIDE: (usize, usize) = (4, 64);
 
 /// The sizes of a call.
 #[derive(Clone, Copy)]
@@ -76,11 +81,27 @@ fn dispatch<T: Element>(
     rows: std::ops::Range<usize>,
 ) -> Vec<f32> {
     #[cfg(target_arch = "x86_64")]
-    if crate::ops::cpu::has_avx2() {
+    if crate::ops::cpu::has_avx512() {
+        // SAFETY: the features were just detected.
+        return unsafe { tile_avx512(q, k, v, d, head, rows) };
+    } else if crate::ops::cpu::has_avx2() {
         // SAFETY: the features were just detected.
         return unsafe { tile_avx2(q, k, v, d, head, rows) };
     }
-    tile(q, k, v, d, head, rows)
+    tile::<T, QUERIES, LANES>(q, k, v, d, head, rows)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
+unsafe fn tile_avx512<T: Element>(
+    q: &[f32],
+    k: &[T],
+    v: &[T],
+    d: Dims,
+    head: usize,
+    rows: std::ops::Range<usize>,
+) -> Vec<f32> {
+    tile::<T, { WIDE.0 }, { WIDE.1 }>(q, k, v, d, head, rows)
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -93,12 +114,12 @@ unsafe fn tile_avx2<T: Element>(
     head: usize,
     rows: std::ops::Range<usize>,
 ) -> Vec<f32> {
-    tile(q, k, v, d, head, rows)
+    tile::<T, QUERIES, LANES>(q, k, v, d, head, rows)
 }
 
-/// All query heads of one key head for a tile of rows: `[rows, group, dim]`.
+/// All query heads of one key head for a tile of rows: `[rows, group, dim]`. `Q` queries run together.
 #[inline(always)]
-fn tile<T: Element>(
+fn tile<T: Element, const Q: usize, const W: usize>(
     q: &[f32],
     k: &[T],
     v: &[T],
@@ -107,10 +128,13 @@ fn tile<T: Element>(
     rows: std::ops::Range<usize>,
 ) -> Vec<f32> {
     let group = d.group();
-    let mut out = vec![0f32; rows.len() * group * d.dim];
-    let mut state = vec![(f32::NEG_INFINITY, 0f32); rows.len() * group];
+    let count = rows.len() * group;
+    let mut out = vec![0f32; count * d.dim];
+    let mut state = vec![(f32::NEG_INFINITY, 0f32); count];
     let mut keys = vec![0f32; d.dim * BLOCK];
     let mut values = vec![0f32; d.dim * BLOCK];
+    let row = |i: usize| rows.start + i / group;
+    let query = |i: usize| &q[(row(i) * d.heads + head * group + i % group) * d.dim..][..d.dim];
     let seen = |r: usize| d.len - d.rows + r + 1;
     let mut first = 0;
     while first < seen(rows.end - 1) {
@@ -118,36 +142,30 @@ fn tile<T: Element>(
         transpose(&k[first * d.dim..], d.dim, filled, &mut keys);
         let block = &v[first * d.dim..(first + filled) * d.dim];
         values.iter_mut().zip(block).for_each(|(o, e)| *o = e.f32());
-        for r in rows.clone() {
-            let visible = seen(r).saturating_sub(first).min(BLOCK);
-            if visible == 0 {
-                continue;
+        let visible = |i: usize| seen(row(i)).saturating_sub(first).min(BLOCK);
+        let mut i = (0..count).find(|i| visible(*i) > 0).unwrap_or(count);
+        while i + Q <= count {
+            let mut p = scores::<Q, W>(std::array::from_fn(|j| query(i + j)), &keys, d.scale);
+            let mut shrink = [0f32; Q];
+            for j in 0..Q {
+                shrink[j] = softmax_step(&mut p[j], visible(i + j), &mut state[i + j]);
             }
-            for g in 0..group {
-                let i = (r - rows.start) * group + g;
-                let q = &q[(r * d.heads + head * group + g) * d.dim..][..d.dim];
-                let mut p = scores(q, &keys, d.scale);
-                p[visible..].fill(f32::NEG_INFINITY);
-                let (max, sum) = state[i];
-                let top = p.iter().fold(max, |a, b| if *b > a { *b } else { a });
-                for p in &mut p {
-                    *p = exp(*p - top);
+            let outs = &mut out[i * d.dim..(i + Q) * d.dim];
+            if visible(i) == visible(i + Q - 1) {
+                accumulate::<Q, W>(outs, d.dim, &p, visible(i), &values, &shrink);
+            } else {
+                for (j, out) in outs.chunks_exact_mut(d.dim).enumerate() {
+                    let (p, shrink) = ([p[j]], [shrink[j]]);
+                    accumulate::<1, W>(out, d.dim, &p, visible(i + j), &values, &shrink);
                 }
-                p[visible..].fill(0.0);
-                let shrink = if max == top { 1.0 } else { exp(max - top) };
-                let mut lanes = [0f32; 8];
-                for p in p.chunks_exact(8) {
-                    lanes.iter_mut().zip(p).for_each(|(l, p)| *l += p);
-                }
-                let added = lanes.iter().sum::<f32>();
-                state[i] = (top, sum.mul_add(shrink, added));
-                accumulate(
-                    &mut out[i * d.dim..][..d.dim],
-                    &p[..visible],
-                    &values,
-                    shrink,
-                );
             }
+            i += Q;
+        }
+        for i in i..count {
+            let mut p = scores::<1, W>([query(i)], &keys, d.scale);
+            let shrink = [softmax_step(&mut p[0], visible(i), &mut state[i])];
+            let out = &mut out[i * d.dim..][..d.dim];
+            accumulate::<1, W>(out, d.dim, &p, visible(i), &values, &shrink);
         }
         first += BLOCK;
     }
@@ -156,6 +174,33 @@ fn tile<T: Element>(
         out.iter_mut().for_each(|o| *o *= inverse);
     }
     out
+}
+
+/// Turns a block's scores into weights relative to the running maximum; the result is what older sums shrink by.
+#[inline(always)]
+fn softmax_step(p: &mut [f32; BLOCK], visible: usize, state: &mut (f32, f32)) -> f32 {
+    p[visible..].fill(f32::NEG_INFINITY);
+    let (max, sum) = *state;
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let mut tops = [max; 8];
+    for p in p.chunks_exact(8) {
+        tops.iter_mut()
+            .zip(p)
+            .for_each(|(t, p)| *t = larger(*t, *p));
+    }
+    let top = tops.into_iter().fold(max, larger);
+    for p in p.iter_mut() {
+        *p = exp(*p - top);
+    }
+    p[visible..].fill(0.0);
+    let shrink = if max == top { 1.0 } else { exp(max - top) };
+    let mut lanes = [0f32; 8];
+    for p in p.chunks_exact(8) {
+        lanes.iter_mut().zip(p).for_each(|(l, p)| *l += p);
+    }
+    let added = lanes.iter().sum::<f32>();
+    *state = (top, sum.mul_add(shrink, added));
+    shrink
 }
 
 /// `[BLOCK, dim]` to `[dim, BLOCK]`; slots past `filled` hold zeros.
@@ -172,43 +217,74 @@ fn transpose<T: Element>(k: &[T], dim: usize, filled: usize, out: &mut [f32]) {
     }
 }
 
-/// Scaled products of one query with a transposed block, summed over the head's lanes in order.
+/// Scaled products of queries with a transposed block, summed over the head's lanes in order.
 #[inline(always)]
-fn scores(q: &[f32], keys: &[f32], scale: f32) -> [f32; BLOCK] {
-    let mut s = [0f32; BLOCK];
-    for (q, keys) in q.iter().zip(keys.chunks_exact(BLOCK)) {
-        for (s, k) in s.iter_mut().zip(keys) {
-            *s = q.mul_add(*k, *s);
+fn scores<const Q: usize, const W: usize>(
+    q: [&[f32]; Q],
+    keys: &[f32],
+    scale: f32,
+) -> [[f32; BLOCK]; Q] {
+    let dim = q[0].len();
+    let q = q.map(|q| &q[..dim]);
+    let mut out = [[0f32; BLOCK]; Q];
+    for at in (0..BLOCK).step_by(W) {
+        let mut s = [[0f32; W]; Q];
+        for (i, keys) in keys.chunks_exact(BLOCK).enumerate().take(dim) {
+            let keys = &keys[at..at + W];
+            for (s, q) in s.iter_mut().zip(&q) {
+                let q = q[i];
+                s.iter_mut()
+                    .zip(keys)
+                    .for_each(|(s, k)| *s = q.mul_add(*k, *s));
+            }
+        }
+        for (out, s) in out.iter_mut().zip(&s) {
+            let out = out[at..at + W].iter_mut();
+            out.zip(s).for_each(|(o, s)| *o = s * scale);
         }
     }
-    s.map(|s| s * scale)
+    out
 }
 
-/// `out = out * shrink + Σ p[s] * values[s]`, in order of slots.
+/// `out = out * shrink + Σ p[s] * values[s]` over the first `visible` slots, in order of slots, for `Q` queries of `dim`
+/// lanes each.
 #[inline(always)]
-fn accumulate(out: &mut [f32], p: &[f32], values: &[f32], shrink: f32) {
-    let dim = out.len();
+fn accumulate<const Q: usize, const W: usize>(
+    out: &mut [f32],
+    dim: usize,
+    p: &[[f32; BLOCK]; Q],
+    visible: usize,
+    values: &[f32],
+    shrink: &[f32; Q],
+) {
+    let p: [&[f32]; Q] = std::array::from_fn(|j| &p[j][..visible]);
     let mut at = 0;
-    while at + LANES <= dim {
-        let mut acc = [0f32; LANES];
-        acc.iter_mut()
-            .zip(&out[at..])
-            .for_each(|(a, o)| *a = o * shrink);
-        for (s, p) in p.iter().enumerate() {
-            let v = &values[s * dim + at..][..LANES];
-            acc.iter_mut()
-                .zip(v)
-                .for_each(|(a, v)| *a = p.mul_add(*v, *a));
+    while at + W <= dim {
+        let mut sums = [[0f32; W]; Q];
+        for (s, v) in values.chunks_exact(dim).enumerate().take(visible) {
+            let v = &v[at..at + W];
+            for (sum, p) in sums.iter_mut().zip(&p) {
+                let p = p[s];
+                sum.iter_mut()
+                    .zip(v)
+                    .for_each(|(a, v)| *a = p.mul_add(*v, *a));
+            }
         }
-        out[at..at + LANES].copy_from_slice(&acc);
-        at += LANES;
+        for (j, sum) in sums.iter().enumerate() {
+            let out = &mut out[j * dim + at..][..W];
+            out.iter_mut()
+                .zip(sum)
+                .for_each(|(o, s)| *o = o.mul_add(shrink[j], *s));
+        }
+        at += W;
     }
     for i in at..dim {
-        let first = out[i] * shrink;
-        out[i] = p
-            .iter()
-            .enumerate()
-            .fold(first, |a, (s, p)| p.mul_add(values[s * dim + i], a));
+        for (j, p) in p.iter().enumerate() {
+            let add = |a: f32, s: usize| p[s].mul_add(values[s * dim + i], a);
+            let sum = (0..visible).fold(0.0, add);
+            let out = &mut out[j * dim + i];
+            *out = out.mul_add(shrink[j], sum);
+        }
     }
 }
 
@@ -260,7 +336,7 @@ fn score<T: Element>(q: &[f32], k: &[T], d: Dims, head: usize, b: usize) -> Vec<
     for g in 0..group {
         for r in 0..d.rows {
             let q = &q[(r * d.heads + head * group + g) * d.dim..][..d.dim];
-            out.extend_from_slice(&scores(q, &keys, d.scale));
+            out.extend_from_slice(&scores::<1, BLOCK>([q], &keys, d.scale)[0]);
         }
     }
     out
