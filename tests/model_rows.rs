@@ -231,7 +231,7 @@ fn draft_rows_do_not_depend_on_company() {
 
 /// The dense model's first `layers` layers.
 fn cut(layers: usize) -> Model {
-    let mut config = Config::read(&golden("dense")).unwrap();
+    let mut config = Config::read(golden("dense")).unwrap();
     config.text.layer_types.truncate(layers);
     config.text.num_hidden_layers = layers;
     let checkpoint = Checkpoint::open(golden("dense")).unwrap();
