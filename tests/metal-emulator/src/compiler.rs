@@ -1,5 +1,6 @@
 //! Finds clang and turns a .metal file into shared libraries, kept under the target directory by the hash of all that went in.
-use crate::translate::{translate, FunctionConstant, Translation};
+use crate::launch::Mode;
+use crate::translate::{translate, Translation};
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -88,16 +89,15 @@ fn find_clang() -> Result<Clang, String> {
     Err(format!("no clang of version {OLDEST} or later on PATH{seen}: on Debian `apt-get install clang-19`, or set METAL_EMULATOR_CLANG"))
 }
 
+/// A translated file; its kernels are compiled one by one, when they are first wanted.
 pub struct Compiled {
-    pub fast: PathBuf,
-    pub kernels: Vec<String>,
-    pub constants: Vec<FunctionConstant>,
-    cpp: String,
+    pub translation: Translation,
     clang: &'static Clang,
-    dir: PathBuf,
+    cache: PathBuf,
+    standin: PathBuf,
 }
 
-/// Preprocesses, translates and compiles for fast mode.
+/// Preprocesses, translates and checks what can be checked without instantiating templates.
 pub fn compile(file: &Path, options: &Options) -> Result<Compiled, String> {
     let clang = clang()?;
     let cache = cache_dir();
@@ -107,13 +107,8 @@ pub fn compile(file: &Path, options: &Options) -> Result<Compiled, String> {
         .filter(|d| !d.as_os_str().is_empty())
         .unwrap_or(Path::new("."));
     let mut cmd = Command::new(&clang.path);
+    cmd.args(["-E", "-x", "c++", "-std=c++17", "-nostdinc", "-nostdinc++"]);
     cmd.args([
-        "-E",
-        "-x",
-        "c++",
-        "-std=c++17",
-        "-nostdinc",
-        "-nostdinc++",
         "-D__METAL__=1",
         "-D__METAL_VERSION__=310",
         "-D__HAVE_BFLOAT__=1",
@@ -127,75 +122,93 @@ pub fn compile(file: &Path, options: &Options) -> Result<Compiled, String> {
     let out = finish(cmd, "preprocessing")?;
     let source =
         String::from_utf8(out.stdout).map_err(|e| format!("{}: not UTF-8: {e}", file.display()))?;
-    let Translation {
-        cpp,
-        kernels,
-        constants,
-    } = translate(&source).map_err(|e| format!("{}: {e}", file.display()))?;
-    let mut compiled = Compiled {
-        fast: PathBuf::new(),
-        kernels,
-        constants,
-        cpp,
+    let translation = translate(&source).map_err(|e| format!("{}: {e}", file.display()))?;
+    let compiled = Compiled {
+        translation,
         clang,
-        dir: cache,
+        cache,
+        standin,
     };
-    compiled.fast = compiled.build(&standin, &["-O2"])?;
+    compiled.check_syntax()?;
     Ok(compiled)
 }
 
+const FAST: &[&str] = &["-O2"];
+/// The thread sanitizer's calls without its runtime: every access goes to runtime/shadow.h. The others see what it does not:
+/// private arrays, vector types at odd addresses, shifts and divisions.
+const CHECKED: &[&str] = &[
+    "-O1",
+    "-DEMU_CHECKED=1",
+    "-fno-vectorize",
+    "-fno-slp-vectorize",
+    "-fsanitize=thread",
+    "-mllvm",
+    "-tsan-instrument-atomics=0",
+    "-mllvm",
+    "-tsan-instrument-func-entry-exit=0",
+    "-mllvm",
+    "-tsan-instrument-read-before-write=1",
+    "-fsanitize=array-bounds,alignment,shift-exponent,integer-divide-by-zero",
+    "-fsanitize-recover=array-bounds,alignment,shift-exponent,integer-divide-by-zero",
+];
+
 impl Compiled {
-    /// The library for checked mode, compiled when first asked for.
-    pub fn checked(&self) -> Result<PathBuf, String> {
-        let standin = unpack(&self.dir)?;
-        self.build(
-            &standin,
-            &[
-                "-O1",
-                "-DEMU_CHECKED=1",
-                "-fno-vectorize",
-                "-fno-slp-vectorize",
-                "-fsanitize=thread",
-                "-mllvm",
-                "-tsan-instrument-atomics=0",
-                "-mllvm",
-                "-tsan-instrument-func-entry-exit=0",
-                "-mllvm",
-                "-tsan-instrument-read-before-write=1",
-            ],
-        )
+    fn check_syntax(&self) -> Result<(), String> {
+        let key = hash(&(
+            &self.translation.source,
+            &self.standin,
+            &self.clang.full,
+            FLAGS,
+        ));
+        let done = self.cache.join(format!("syntax-{key:016x}"));
+        if done.exists() {
+            return Ok(());
+        }
+        let source = self.cache.join(format!("source-{key:016x}.cpp"));
+        write_atomically(&source, self.translation.source.as_bytes())?;
+        let mut cmd = Command::new(&self.clang.path);
+        cmd.args(FLAGS)
+            .arg("-fsyntax-only")
+            .arg("-I")
+            .arg(self.standin.join("include"))
+            .arg(&source);
+        finish(cmd, "compiling")?;
+        write_atomically(&done, b"")
     }
 
-    fn build(&self, standin: &Path, extra: &[&str]) -> Result<PathBuf, String> {
-        let runtime = runtime_object(self.clang, standin, &self.dir)?;
-        let name = format!(
-            "kernels-{:016x}",
-            hash(&(
-                &self.cpp,
-                extra,
-                &runtime,
-                &self.clang.full,
-                FLAGS,
-                machine()
-            ))
-        );
-        let library = self.dir.join(format!("{name}.so"));
+    /// The shared library with one kernel.
+    pub fn kernel(&self, index: usize, mode: Mode) -> Result<PathBuf, String> {
+        let extra = match mode {
+            Mode::Fast => FAST,
+            Mode::Checked => CHECKED,
+        };
+        let cpp = self.translation.with_kernel(index);
+        let runtime = runtime_object(self.clang, &self.standin, &self.cache)?;
+        let key = hash(&(
+            &cpp,
+            extra,
+            &self.standin,
+            &runtime,
+            &self.clang.full,
+            FLAGS,
+            machine(),
+        ));
+        let library = self.cache.join(format!("kernel-{key:016x}.so"));
         if library.exists() {
             return Ok(library);
         }
-        let source = self.dir.join(format!("{name}.cpp"));
-        write_atomically(&source, self.cpp.as_bytes())?;
-        let temporary = self.dir.join(format!("{name}.{}.tmp", unique()));
+        let source = self
+            .cache
+            .join(format!("kernel-{key:016x}.{}.cpp", unique()));
+        write_atomically(&source, cpp.as_bytes())?;
+        let temporary = source.with_extension("tmp");
         let mut cmd = Command::new(&self.clang.path);
         cmd.args(FLAGS)
             .args(machine())
             .args(extra)
             .arg("-I")
-            .arg(standin.join("include"))
-            .arg(&source)
-            .args(["-x", "none"])
-            .arg(&runtime);
-        // no startup files: their static constructors would bring in the real sanitizer's runtime
+            .arg(self.standin.join("include"));
+        cmd.arg(&source).args(["-x", "none"]).arg(&runtime);
         cmd.args([
             "-shared",
             "-fno-sanitize-link-runtime",
@@ -204,7 +217,10 @@ impl Compiled {
             "-o",
         ])
         .arg(&temporary);
-        finish(cmd, "compiling")?;
+        let built = finish(cmd, "compiling");
+        // what is not there any more is no loss
+        let _ = std::fs::remove_file(&source);
+        built?;
         std::fs::rename(&temporary, &library).map_err(|e| format!("{}: {e}", library.display()))?;
         Ok(library)
     }

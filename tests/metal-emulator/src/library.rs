@@ -2,8 +2,9 @@
 use crate::compiler::{compile, Compiled, Options};
 use crate::ffi::{Kernel, RawConstant, RunGroups, WorkerNew};
 use crate::launch::{Constant, Mode};
+use crate::translate::FunctionConstant;
+use rayon::prelude::*;
 use std::collections::HashMap;
-use std::ffi::CStr;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -31,7 +32,7 @@ impl fmt::Debug for Library {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.debug_struct("Library")
             .field("file", &self.module.file)
-            .field("kernels", &self.module.compiled.kernels)
+            .field("kernels", &self.module.names)
             .finish()
     }
 }
@@ -40,14 +41,15 @@ impl fmt::Debug for Library {
 struct Module {
     file: PathBuf,
     compiled: Compiled,
-    fast: Loaded,
-    checked: OnceLock<Result<Loaded, String>>,
+    names: Vec<String>,
+    /// By mode and kernel.
+    loaded: [Vec<OnceLock<Result<Loaded, String>>>; 2],
 }
 
-/// A shared library. It stays loaded until the process ends.
+/// A shared library with one kernel. It stays loaded until the process ends.
 pub(crate) struct Loaded {
     pub path: PathBuf,
-    pub kernels: HashMap<String, KernelPointer>,
+    pub kernel: KernelPointer,
     pub worker_new: WorkerNew,
     pub run_groups: RunGroups,
 }
@@ -84,7 +86,7 @@ impl Library {
     /// The same kernels with other constants; those not named keep their values. Costs nothing.
     pub fn with_constants(&self, constants: &[(&str, Constant)]) -> Result<Self, CompileError> {
         let mut library = self.clone();
-        let declared = &self.module.compiled.constants;
+        let declared = self.function_constants();
         for (name, value) in constants {
             let index = name.parse::<usize>().ok();
             let Some(c) = declared
@@ -115,25 +117,46 @@ impl Library {
         Ok(library)
     }
 
+    /// Compiles the kernels that `wanted` says yes to, several at once. Without it each is compiled when it first runs.
+    pub fn prepare(
+        &self,
+        mode: Mode,
+        wanted: impl Fn(&str) -> bool + Sync,
+    ) -> Result<(), CompileError> {
+        let names = self.module.names.par_iter().filter(|n| wanted(n));
+        names
+            .map(|n| self.loaded(n, mode).map(|_| ()))
+            .collect::<Result<(), String>>()
+            .map_err(CompileError)
+    }
+
     /// Host names of all kernels.
     pub fn kernels(&self) -> &[String] {
-        &self.module.compiled.kernels
+        &self.module.names
+    }
+
+    /// The function constants that the file declares: name, MSL type, index.
+    pub fn function_constants(&self) -> &[FunctionConstant] {
+        &self.module.compiled.translation.constants
     }
 
     pub(crate) fn constants(&self) -> &[RawConstant; 64] {
         &self.constants
     }
 
-    pub(crate) fn loaded(&self, mode: Mode) -> Result<&Loaded, String> {
-        match mode {
-            Mode::Fast => Ok(&self.module.fast),
-            Mode::Checked => self
-                .module
-                .checked
-                .get_or_init(|| load(self.module.compiled.checked()?))
-                .as_ref()
-                .map_err(Clone::clone),
-        }
+    pub(crate) fn loaded(&self, kernel: &str, mode: Mode) -> Result<&Loaded, String> {
+        let m = &self.module;
+        let Some(i) = m.names.iter().position(|n| n == kernel) else {
+            let names = m.names[..m.names.len().min(40)].join(", ");
+            return Err(format!(
+                "{}: no kernel {kernel}; there are: {names}",
+                m.file.display()
+            ));
+        };
+        let slot = &m.loaded[usize::from(mode == Mode::Checked)][i];
+        slot.get_or_init(|| load(m.compiled.kernel(i, mode)?))
+            .as_ref()
+            .map_err(Clone::clone)
     }
 }
 
@@ -170,12 +193,18 @@ impl Module {
             .clone();
         let build = || {
             let compiled = compile(file, options)?;
-            let fast = load(compiled.fast.clone())?;
+            let names: Vec<String> = compiled
+                .translation
+                .kernels
+                .iter()
+                .map(|k| k.name.clone())
+                .collect();
+            let slots = || names.iter().map(|_| OnceLock::new()).collect();
             Ok(Arc::new(Module {
                 file: file.to_path_buf(),
                 compiled,
-                fast,
-                checked: OnceLock::new(),
+                loaded: [slots(), slots()],
+                names,
             }))
         };
         slot.get_or_init(build).clone()
@@ -187,19 +216,10 @@ fn load(path: PathBuf) -> Result<Loaded, String> {
     // SAFETY: the library was built by this crate; its symbols have the types of runtime/abi.h, and it has no constructors.
     unsafe {
         let library = Box::leak(Box::new(libloading::Library::new(&path).map_err(text)?));
-        let table: libloading::Symbol<*const Kernel> =
-            library.get(b"emu_kernels\0").map_err(text)?;
-        let count: libloading::Symbol<*const u32> =
-            library.get(b"emu_kernel_count\0").map_err(text)?;
-        let kernels = (0..**count as usize).map(|i| {
-            let k = table.add(i);
-            (
-                CStr::from_ptr((*k).name).to_string_lossy().into_owned(),
-                KernelPointer(k),
-            )
-        });
+        let kernel: libloading::Symbol<*const Kernel> =
+            library.get(b"emu_kernel_entry\0").map_err(text)?;
         Ok(Loaded {
-            kernels: kernels.collect(),
+            kernel: KernelPointer(*kernel),
             worker_new: *library
                 .get::<WorkerNew>(b"emu_worker_new\0")
                 .map_err(text)?,

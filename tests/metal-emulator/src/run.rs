@@ -21,17 +21,16 @@ impl Library {
             thread: None,
             others: vec![],
         };
-        let loaded = self
-            .loaded(mode)
-            .map_err(|e| fault(FaultKind::Compile, e))?;
-        let Some(kernel) = loaded.kernels.get(launch.kernel) else {
-            let mut names = self.kernels().to_vec();
-            names.truncate(40);
-            return Err(fault(
-                FaultKind::Binding,
-                format!("no such kernel; there are: {}", names.join(", ")),
-            ));
+        let missing = !self.kernels().iter().any(|k| k == launch.kernel);
+        let kind = if missing {
+            FaultKind::Binding
+        } else {
+            FaultKind::Compile
         };
+        let loaded = self
+            .loaded(launch.kernel, mode)
+            .map_err(|e| fault(kind, e))?;
+        let kernel = loaded.kernel;
         let mut raw = raw_launch(self, launch, mode).map_err(|m| fault(FaultKind::Binding, m))?;
         raw.kernel = kernel.0;
         // SAFETY: points to constant data of a library that stays loaded.

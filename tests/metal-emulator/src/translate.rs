@@ -11,6 +11,7 @@ struct Param {
 struct Kernel {
     namespace: String,
     name: String,
+    host: String,
     template: bool,
     params: Vec<Param>,
     max_threads: String,
@@ -32,9 +33,34 @@ pub struct FunctionConstant {
 }
 
 pub struct Translation {
-    pub cpp: String,
-    pub kernels: Vec<String>,
+    /// The whole file as C++ for the stand-in, without the table of kernels.
+    pub source: String,
+    pub kernels: Vec<KernelEntry>,
     pub constants: Vec<FunctionConstant>,
+}
+
+pub struct KernelEntry {
+    pub name: String,
+    params: String,
+    nparams: usize,
+    function: String,
+    max_threads: String,
+}
+
+impl Translation {
+    /// The file with the entry of one kernel: only what it needs gets compiled.
+    pub fn with_kernel(&self, index: usize) -> String {
+        let k = &self.kernels[index];
+        let (function, n) = (&k.function, k.nparams);
+        format!(
+            "{}static const emu_param emu_params[] = {{{}{{0, 0}}}};\n\
+             namespace msl {{ namespace {{ using namespace metal; void (*const emu_function)(const emu_param *) = &emu_entry<&{function}>;\n\
+             static_assert(emu_call<decltype(&{function})>::arity == {n}, \"parameters of {}\"); }} }}\n\
+             extern \"C\" {{ __attribute__((visibility(\"default\"))) extern const emu_kernel emu_kernel_entry;\n\
+             const emu_kernel emu_kernel_entry = {{\"{}\", msl::emu_function, emu_params, {n}, {}}}; }}\n",
+            self.source, k.params, k.name, k.name, k.max_threads
+        )
+    }
 }
 
 fn builtin(name: &str) -> Option<&'static str> {
@@ -271,7 +297,7 @@ impl<'a> Translator<'a> {
         let t = self.t;
         let name = t[paren - 1].text.to_string();
         let params = self.params(paren + 1, skip(t, paren) - 1, &name)?;
-        let mut max_threads = String::from("0");
+        let (mut max_threads, mut host) = (String::from("0"), name.clone());
         // Attributes have done their work; [[threadgroup(0)]] would clash with the keyword macro.
         let (mut a, end) = (d.start, skip(t, paren));
         while a < end {
@@ -282,7 +308,20 @@ impl<'a> Translator<'a> {
                 }) {
                     max_threads = self.text(m + 2, skip(t, m + 1) - 1).to_string();
                 }
-                self.replace(a, e, String::new());
+                if let Some(h) = (a..e).find(|&h| t[h].text == "host_name") {
+                    host = t[h + 2..e]
+                        .iter()
+                        .take_while(|x| x.kind == Kind::Text)
+                        .map(|x| x.text.trim_matches('"'))
+                        .collect();
+                }
+                // inline: compiled only where a table names it
+                let by = if t[a..e].iter().any(|x| x.text == "kernel") {
+                    "inline"
+                } else {
+                    ""
+                };
+                self.replace(a, e, by.into());
                 a = e;
             } else {
                 a += 1;
@@ -297,6 +336,7 @@ impl<'a> Translator<'a> {
         }
         self.kernels.push(Kernel {
             namespace: self.namespace(),
+            host,
             name: name.clone(),
             template: d.template,
             params,
@@ -518,13 +558,13 @@ impl<'a> Translator<'a> {
         for (a, b, by) in self.edits.iter().rev() {
             text.replace_range(*a..*b, by);
         }
-        let mut cpp = format!(
+        let source = format!(
             "#include \"msl.h\"\nnamespace msl {{\n{text}\n}}\n#line 1 \"emulator table\"\n"
         );
-        let (mut names, mut table) = (Vec::<String>::new(), String::new());
+        let mut kernels = Vec::<KernelEntry>::new();
         for k in &self.kernels {
             let plain = Instance {
-                host: k.name.clone(),
+                host: k.host.clone(),
                 expression: k.name.clone(),
                 base: k.name.clone(),
                 namespace: k.namespace.clone(),
@@ -535,33 +575,20 @@ impl<'a> Translator<'a> {
                     .iter()
                     .filter(|x| x.base == k.name && k.template),
             ) {
-                if names.contains(&x.host) {
+                if kernels.iter().any(|o| o.name == x.host) {
                     return Err(format!("two kernels are called {}", x.host));
                 }
-                let (n, list): (_, String) = (
-                    names.len(),
-                    k.params
+                kernels.push(KernelEntry {
+                    name: x.host.clone(),
+                    params: k
+                        .params
                         .iter()
-                        .map(|p| format!("{{EMU_P_{}, {}}},", p.kind, p.index))
+                        .map(|p| format!("{{EMU_P_{}, {}}}, ", p.kind, p.index))
                         .collect(),
-                );
-                let function = format!("{}{}", x.namespace, x.expression);
-                writeln!(
-                    cpp,
-                    "static const emu_param p{n}[] = {{{}}};",
-                    if list.is_empty() { "{0, 0}" } else { &list }
-                )
-                .unwrap();
-                writeln!(cpp, "namespace msl {{ namespace {{ using namespace metal; void (*const f{n})(const emu_param *) = &emu_entry<&{function}>; static_assert(emu_call<decltype(&{function})>::arity == {}, \"parameters of {}\"); }} }}", k.params.len(), x.host).unwrap();
-                writeln!(
-                    table,
-                    "  {{\"{}\", msl::f{n}, p{n}, {}, {}}},",
-                    x.host,
-                    k.params.len(),
-                    k.max_threads
-                )
-                .unwrap();
-                names.push(x.host.clone());
+                    nparams: k.params.len(),
+                    function: format!("{}{}", x.namespace, x.expression),
+                    max_threads: k.max_threads.clone(),
+                });
             }
         }
         if let Some(x) = self
@@ -574,14 +601,12 @@ impl<'a> Translator<'a> {
                 x.host, x.base
             ));
         }
-        if names.is_empty() {
+        if kernels.is_empty() {
             return Err("the file has no kernel".into());
         }
-        writeln!(cpp, "extern \"C\" __attribute__((visibility(\"default\"))) const emu_kernel emu_kernels[] = {{\n{table}}};").unwrap();
-        writeln!(cpp, "extern \"C\" __attribute__((visibility(\"default\"))) const unsigned emu_kernel_count = {};", names.len()).unwrap();
         Ok(Translation {
-            cpp,
-            kernels: names,
+            source,
+            kernels,
             constants: self.constants,
         })
     }

@@ -24,7 +24,7 @@ namespace metal {
 #define threadgroup
 #define thread
 #define constant const
-#define kernel
+#define kernel inline
 #define METAL_FUNC inline
 #define INFINITY (__builtin_inff())
 #define NAN (__builtin_nanf(""))
