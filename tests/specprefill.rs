@@ -9,18 +9,19 @@ use candle_specprefill::mtp::{prefill, PrefillOptions};
 use candle_specprefill::ops::Context;
 use candle_specprefill::qwen3_5::Keep;
 use candle_specprefill::specprefill::{
-    admit, kept_rows, score, select_chunks, Kept, Reason, Settings,
+    admit, kept_rows, score, select, select_chunks, union, Keep as KeepRows, Kept, Policy, Reason,
+    Required, Role, Rule, Scores, Settings, Span,
 };
 use proptest::prelude::*;
 use support::{distance, feed, ids, load, logits, same_bits, same_contents, tensors};
 
 fn selected(importance: &[f32], keep: f64, tail: usize) -> Vec<u32> {
     let settings = Settings {
-        keep,
+        keep: keep.into(),
         tail,
         ..Default::default()
     };
-    kept_rows(&select_chunks(importance, &[], &settings))
+    kept_rows(&select_chunks(importance, &[], &settings), &[])
 }
 
 /// Importance with a peak, elsewhere falling.
@@ -50,27 +51,129 @@ fn ties_go_to_the_earlier_chunk() {
     assert_eq!(selected(&odd, 0.1, 0), (0..32).collect::<Vec<u32>>());
 }
 
+fn keeps() -> impl Strategy<Value = KeepRows> {
+    prop_oneof![
+        (0.01f64..1.0).prop_map(KeepRows::Fraction),
+        (1usize..3000).prop_map(KeepRows::Tokens),
+        (0.01f64..1.0).prop_map(KeepRows::Mass),
+        Just(KeepRows::Fraction(1.0)),
+    ]
+}
+
 proptest! {
     #[test]
     fn selections_are_sorted_complete_and_within_budget(
-        n in 1usize..3000, keep in 0.01f64..1.2, chunk in 1usize..70, tail in 0usize..600, at in 0usize..3000, len in 0usize..400, seed in 0u32..1000,
+        n in 1usize..3000, keep in keeps(), chunk in 1usize..70, tail in 0usize..600, neighbours in 0usize..3,
+        marks in proptest::collection::vec((0usize..3000, 0usize..200), 0..4), seed in 0u32..1000,
     ) {
         let importance: Vec<f32> = (0..n as u32).map(|i| ((i ^ seed).wrapping_mul(2_654_435_769) >> 16) as f32).collect();
-        let mandatory: Vec<Range<usize>> = std::iter::once(at..at + len).collect();
-        let settings = Settings { keep, chunk, tail, ..Default::default() };
-        let chunks = select_chunks(&importance, &mandatory, &settings);
-        let kept = kept_rows(&chunks);
+        let settings = Settings { keep, chunk, tail, neighbours, ..Default::default() };
+        let required: Vec<Range<usize>> = marks.iter().map(|(at, len)| *at..at + len).collect();
+        let chunks = select_chunks(&importance, &required, &settings);
+        let kept = kept_rows(&chunks, &required);
         prop_assert!(kept.windows(2).all(|w| w[0] < w[1]));
         prop_assert!(kept.iter().all(|k| (*k as usize) < n));
         let has = |i: usize| kept.binary_search(&(i as u32)).is_ok();
-        prop_assert!((at..at + len).filter(|i| *i < n).all(has));
+        prop_assert!(required.iter().flat_map(|r| r.clone()).filter(|i| *i < n).all(has));
         prop_assert!((n.saturating_sub(tail)..n).all(has));
-        if keep >= 1.0 {
+        if keep.is_all(n) {
             prop_assert_eq!(kept.len(), n);
         }
-        let must = chunks.iter().filter(|c| matches!(c.kept, Some(Kept::Tail | Kept::Mandatory))).count();
-        let budget = ((chunks.len() as f64 * keep.min(1.0)).ceil() as usize).max(1).max(must);
-        prop_assert_eq!(chunks.iter().filter(|c| c.kept.is_some()).count(), budget.min(chunks.len()));
+        // Without the chunks that were chosen, only what must be kept is left.
+        let chosen = |c: &&candle_specprefill::specprefill::Chunk| matches!(c.kept, Some(Kept::Score | Kept::Neighbour));
+        let free: usize = chunks.iter().filter(chosen).map(|c| (c.end - c.start - c.required) as usize).sum();
+        let must = kept.len() - free;
+        let budget = match keep {
+            KeepRows::Fraction(k) => (chunks.len() as f64 * k).ceil() * chunk as f64,
+            KeepRows::Tokens(t) => t as f64,
+            _ => return Ok(()),
+        };
+        let most = (budget as usize).max(must);
+        prop_assert!(kept.len() <= most + chunk, "{} rows, budget {budget}, must {must}", kept.len());
+        // And the budget is used, to within a chunk (and the last chunk's missing tokens).
+        let open = chunks.iter().any(|c| c.kept.is_none());
+        prop_assert!(!open || kept.len() + 2 * chunk > budget as usize, "{} rows of {budget}", kept.len());
+    }
+
+    #[test]
+    fn a_share_of_importance_is_held_by_the_fewest_chunks(n in 40usize..2000, share in 0.05f64..0.99, seed in 0u32..1000) {
+        let importance: Vec<f32> = (0..n as u32).map(|i| ((i ^ seed).wrapping_mul(2_654_435_769) >> 20) as f32).collect();
+        let settings = Settings { keep: KeepRows::Mass(share), chunk: 8, tail: 0, ..Default::default() };
+        let chunks = select_chunks(&importance, &[], &settings);
+        let mass = |c: &candle_specprefill::specprefill::Chunk| c.score as f64 * (c.end - c.start) as f64;
+        let all: f64 = chunks.iter().map(mass).sum();
+        let mut ranked = chunks.clone();
+        ranked.sort_by(|a, b| b.score.total_cmp(&a.score).then(a.start.cmp(&b.start)));
+        let count = chunks.iter().filter(|c| c.kept.is_some()).count();
+        prop_assert!(ranked[..count].iter().all(|c| c.kept.is_some()));
+        let held = |n: usize| ranked[..n].iter().map(mass).sum::<f64>();
+        prop_assert!(held(count) >= share * all * (1.0 - 1e-5));
+        prop_assert!(held(count - 1) < share * all);
+    }
+}
+
+#[test]
+fn what_must_be_kept_is_kept_and_reported() {
+    let spans = [
+        (Role::Template, 0..3),
+        (Role::System, 3..40),
+        (Role::Template, 40..44),
+        (Role::LastUser, 44..900),
+        (Role::Template, 900..905),
+        (Role::Marked, 500..510),
+    ];
+    let spans = spans.map(|(role, tokens)| Span { role, tokens });
+    let policy = Policy {
+        last_user: Rule::Ends {
+            first: 10,
+            last: 20,
+        },
+        first: 8,
+        ..Default::default()
+    };
+    let required = policy.required(&spans, 905, 4);
+    let found = union(required.iter().map(|r| r.tokens.clone()), 905);
+    assert_eq!(found, [0..54, 500..510, 880..905]);
+    assert!(required.contains(&Required {
+        role: Role::Tail,
+        tokens: 901..905
+    }));
+    let scores = Scores {
+        importance: vec![0.0; 905],
+        prefill_s: 0.0,
+        lookahead_s: 0.0,
+    };
+    let settings = |keep: f64| Settings {
+        keep: keep.into(),
+        tail: 4,
+        ..Default::default()
+    };
+    let tight = select(&scores, &required, &settings(0.05));
+    assert_eq!((tight.required_tokens(), tight.budget), (89, Some(64)));
+    // The tail's chunks are kept whole, other required tokens alone.
+    assert!(tight.over_budget() && tight.kept.len() < 89 + 64);
+    assert!((0..54).chain(500..510).all(|i| tight.kept.contains(&i)));
+    assert!(!tight.kept.contains(&499));
+    assert!(!select(&scores, &required, &settings(0.5)).over_budget());
+    let all = Policy::score_everything().required(&spans, 905, 0);
+    assert_eq!(
+        union(all.into_iter().map(|r| r.tokens), 905),
+        [500..510, 904..905]
+    );
+}
+
+#[test]
+fn keep_is_written_in_several_ways() {
+    for (text, want) in [
+        ("0.2", KeepRows::Fraction(0.2)),
+        ("4000t", KeepRows::Tokens(4000)),
+        ("mass:0.9", KeepRows::Mass(0.9)),
+        ("1.5s", KeepRows::Budget { ttft_s: 1.5 }),
+    ] {
+        assert_eq!(text.parse::<KeepRows>().unwrap(), want);
+    }
+    for bad in ["", "2", "0", "0t", "mass:", "-1s", "NaN", "x"] {
+        assert!(bad.parse::<KeepRows>().is_err(), "{bad}");
     }
 }
 
@@ -82,7 +185,7 @@ fn refusals_say_why() {
         ..s.clone()
     };
     let all = Settings {
-        keep: 1.0,
+        keep: 1.0.into(),
         ..s.clone()
     };
     assert_eq!(admit(&off, true, 9000, &[]), Reason::Disabled);
@@ -90,9 +193,15 @@ fn refusals_say_why() {
     assert_eq!(admit(&s, true, 8192, &[]), Reason::TooShort);
     assert_eq!(admit(&s, true, 8193, &[]), Reason::Admitted);
     assert_eq!(admit(&all, true, 9000, &[]), Reason::KeepsAll);
-    let most = [0..4000, 4000..8500];
+    let marked = |ranges: [Range<usize>; 2]| {
+        ranges.map(|tokens| Required {
+            role: Role::Marked,
+            tokens,
+        })
+    };
+    let most = marked([0..4000, 4000..9000]);
     assert_eq!(admit(&s, true, 9000, &most), Reason::AllMandatory);
-    let overlapping = [0..5000, 0..5000];
+    let overlapping = marked([0..5000, 0..5000]);
     assert_eq!(admit(&s, true, 9000, &overlapping), Reason::Admitted);
     for bad in [
         Settings {
@@ -100,7 +209,7 @@ fn refusals_say_why() {
             ..s.clone()
         },
         Settings {
-            keep: 0.0,
+            keep: 0.0.into(),
             ..s.clone()
         },
         Settings {
@@ -142,12 +251,12 @@ fn scores_equal_the_papers_recipe() {
         assert!(d < 2e-6, "{key}: {d}");
         for (chunk, keep) in [(8, 0.3), (32, 0.1)] {
             let settings = Settings {
-                keep,
+                keep: KeepRows::Fraction(keep),
                 chunk,
                 tail: 0,
                 ..paper(pool)
             };
-            let kept = kept_rows(&select_chunks(&scores.importance, &[], &settings));
+            let kept = kept_rows(&select_chunks(&scores.importance, &[], &settings), &[]);
             let name = if pool == 1 { 0 } else { pool };
             assert_eq!(
                 kept,

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use candle_core::DType;
 use candle_specprefill::pipeline::{GenerateOptions, Message, SpecPrefillPipeline};
+use candle_specprefill::specprefill::Keep;
 use clap::{Args, ValueEnum};
 use serde::Deserialize;
 
@@ -137,9 +138,10 @@ pub struct GenerateArgs {
     /// Seed of sampling; the text does not depend on --mtp-depth
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-    /// Share of the prompt that SpecPrefill keeps
-    #[arg(long, default_value_t = 0.2)]
-    pub keep: f64,
+    /// How much of the prompt SpecPrefill keeps: 0.2 (share), 4000t (tokens), mass:0.9 (share of importance), 1.5s (time to
+    /// first token)
+    #[arg(long, default_value = "0.2")]
+    pub keep: Keep,
     /// Use SpecPrefill for prompts of more tokens than this
     #[arg(long, default_value_t = 8192)]
     pub threshold: usize,

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device};
 
 use super::generation::{self, Generation};
+use super::spans::{self, RenderedPrompt};
 use super::{ChatTemplate, GenerateOptions, GenerationConfig, Message, Prompt, TextTokenizer};
 use crate::qwen3_5::{LoadOptions, Model};
 use crate::{Error, Result};
@@ -145,24 +146,37 @@ impl SpecPrefillPipeline {
         &self.parts.stop_tokens
     }
 
-    /// The tokens of a conversation, and how many of them at the start no user turn can change (the system block).
-    pub fn tokenize(&self, messages: &[Message]) -> Result<(Vec<u32>, usize)> {
+    /// The tokens of a conversation, and what each of them is.
+    pub fn render(&self, messages: &[Message]) -> Result<RenderedPrompt> {
         if messages
             .iter()
             .all(|message| message.content.trim().is_empty())
         {
             return Err(Error::Prompt("empty; write a question".into()));
         }
+        let template = &self.parts.template;
+        let text = template.render(messages)?;
+        let (tokens, offsets) = self.parts.tokenizer.encode_with_offsets(&text)?;
+        let bytes = spans::byte_spans(template, messages, &text)?;
         let encode = |text: &str| self.parts.tokenizer.encode(text);
-        let tokens = encode(&self.parts.template.render(messages)?)?;
-        let protected = match self.parts.template.static_renderings(messages)? {
+        let fixed = match template.static_renderings(messages)? {
             None => 0,
             Some([a, b]) => {
                 let (a, b) = (encode(&a)?, encode(&b)?);
                 common_prefix(&tokens, &a).min(common_prefix(&a, &b))
             }
         };
-        Ok((tokens, protected))
+        Ok(RenderedPrompt {
+            spans: spans::token_spans(&bytes, &offsets),
+            tokens,
+            fixed,
+        })
+    }
+
+    /// The tokens of a conversation, and how many of them at the start no user turn can change (the system block).
+    pub fn tokenize(&self, messages: &[Message]) -> Result<(Vec<u32>, usize)> {
+        let prompt = self.render(messages)?;
+        Ok((prompt.tokens, prompt.fixed))
     }
 
     /// Starts an answer. What is wrong with the prompt or the options is refused here; the work runs on a thread of its own
@@ -174,10 +188,15 @@ impl SpecPrefillPipeline {
     ) -> Result<Generation> {
         let start = std::time::Instant::now();
         options.validate()?;
-        let (tokens, protected) = match prompt.into() {
-            Prompt::Messages(messages) => self.tokenize(&messages)?,
-            Prompt::Tokens(tokens) => (tokens, 0),
+        let prompt = match prompt.into() {
+            Prompt::Messages(messages) => self.render(&messages)?,
+            Prompt::Tokens(tokens) => RenderedPrompt {
+                spans: vec![],
+                tokens,
+                fixed: 0,
+            },
         };
+        let tokens = &prompt.tokens;
         let config = self.parts.target.config();
         let limit = config.max_position_embeddings;
         if tokens.is_empty() {
@@ -195,13 +214,7 @@ impl SpecPrefillPipeline {
                 config.vocab_size
             )));
         }
-        generation::start(
-            self.parts.clone(),
-            tokens,
-            protected,
-            options.clone(),
-            start,
-        )
+        generation::start(self.parts.clone(), prompt, options.clone(), start)
     }
 }
 

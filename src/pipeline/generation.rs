@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::builder::Parts;
+use super::spans::RenderedPrompt;
 use super::{
     Event, FinishReason, GenerateOptions, MtpUsage, SpecPrefillUsage, Stage, StreamDecoder, Usage,
 };
 use crate::mtp::{self, PrefillOptions, Session, SessionOptions};
 use crate::ops::Context;
-use crate::specprefill::{self, Progress, Reason};
+use crate::specprefill::{self, Progress, Reason, Role, Span};
 use crate::{Error, Result};
 
 /// The events of one answer, as they happen. Dropping it ends the work after the current step.
@@ -39,8 +40,7 @@ impl Iterator for Generation {
 
 pub(super) fn start(
     parts: Arc<Parts>,
-    tokens: Vec<u32>,
-    protected: usize,
+    prompt: RenderedPrompt,
     options: GenerateOptions,
     start: Instant,
 ) -> Result<Generation> {
@@ -48,8 +48,8 @@ pub(super) fn start(
     let work = move || {
         let request = Request {
             parts: &parts,
-            tokens: &tokens,
-            protected,
+            tokens: &prompt.tokens,
+            spans: &prompt.spans,
             options: &options,
             start,
             events: &sender,
@@ -72,7 +72,7 @@ pub(super) fn start(
 struct Request<'a> {
     parts: &'a Parts,
     tokens: &'a [u32],
-    protected: usize,
+    spans: &'a [Span],
     options: &'a GenerateOptions,
     start: Instant,
     events: &'a Sender<Result<Event>>,
@@ -175,26 +175,39 @@ impl Request<'_> {
     fn choose(&self, cx: &Context) -> Result<(Vec<u32>, SpecPrefillUsage)> {
         let total = self.tokens.len();
         let settings = &self.options.specprefill;
-        let protected = 0..self.protected;
-        let mandatory = std::slice::from_ref(&protected);
+        let marked = self.options.keep.iter().map(|tokens| Span {
+            role: Role::Marked,
+            tokens: tokens.clone(),
+        });
+        let spans: Vec<Span> = self.spans.iter().cloned().chain(marked).collect();
+        let required = settings.policy.required(&spans, total, settings.tail);
         let draft = self.parts.draft.as_ref();
         let mut usage = SpecPrefillUsage {
             keep: settings.keep,
             ..Default::default()
         };
-        let mut reason = specprefill::admit(settings, draft.is_some(), total, mandatory);
+        let mut reason = specprefill::admit(settings, draft.is_some(), total, &required);
         if let (Reason::Admitted, Some(draft)) = (reason, draft) {
             let mut report = |progress| {
                 if let Progress::Scoring { done, total } = progress {
                     self.progress(Stage::Scoring, done, total);
                 }
             };
-            match specprefill::choose(draft, cx, self.tokens, mandatory, settings, &mut report) {
+            match specprefill::choose(draft, cx, self.tokens, &required, settings, &mut report) {
                 Ok(selection) => {
                     usage.admitted = true;
                     usage.reason = explain(reason, total, settings.threshold);
                     usage.scoring_s = selection.scoring_s;
                     usage.lookahead_s = selection.lookahead_s;
+                    usage.required_tokens = selection.required_tokens();
+                    usage.over_budget = selection.over_budget();
+                    if usage.over_budget {
+                        tracing::warn!(
+                            required = usage.required_tokens,
+                            budget = selection.budget,
+                            "more must be kept than SpecPrefill's settings allow"
+                        );
+                    }
                     return Ok((selection.kept, usage));
                 }
                 Err(error) => {

@@ -1,5 +1,7 @@
 //! What a caller asks.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 /// One message of a conversation.
@@ -9,6 +11,9 @@ pub struct Message {
     pub role: String,
     /// The text.
     pub content: String,
+    /// Parts of `content`, as byte ranges, that SpecPrefill may never drop.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub keep: Vec<Range<usize>>,
 }
 
 impl Message {
@@ -17,7 +22,19 @@ impl Message {
         Self {
             role: role.into(),
             content: content.into(),
+            keep: Vec::new(),
         }
+    }
+
+    /// Marks every occurrence of `text` in the message as never to be dropped.
+    pub fn keep(mut self, text: &str) -> Self {
+        let found = self
+            .content
+            .match_indices(text)
+            .filter(|_| !text.is_empty());
+        let found: Vec<_> = found.map(|(at, text)| at..at + text.len()).collect();
+        self.keep.extend(found);
+        self
     }
 
     /// A user's message.
@@ -61,5 +78,11 @@ impl From<Vec<Message>> for Prompt {
 impl From<&[Message]> for Prompt {
     fn from(messages: &[Message]) -> Self {
         Self::Messages(messages.to_vec())
+    }
+}
+
+impl From<Vec<u32>> for Prompt {
+    fn from(tokens: Vec<u32>) -> Self {
+        Self::Tokens(tokens)
     }
 }

@@ -16,6 +16,8 @@ mod generation_config;
 #[cfg(feature = "chat")]
 mod json;
 #[cfg(feature = "chat")]
+mod spans;
+#[cfg(feature = "chat")]
 mod template;
 #[cfg(feature = "chat")]
 mod tokenizer;
@@ -31,6 +33,8 @@ pub use builder::{Builder, SpecPrefillPipeline};
 pub use generation::Generation;
 #[cfg(feature = "chat")]
 pub use generation_config::GenerationConfig;
+#[cfg(feature = "chat")]
+pub use spans::RenderedPrompt;
 #[cfg(feature = "chat")]
 pub use template::ChatTemplate;
 #[cfg(feature = "chat")]

@@ -1,5 +1,7 @@
 //! How one answer is generated. Every setting is resolved here and nowhere else.
 
+use std::ops::Range;
+
 use crate::mtp::Sampling;
 use crate::specprefill::Settings;
 use crate::{Error, Result};
@@ -13,6 +15,8 @@ pub struct GenerateOptions {
     pub sampling: Sampling,
     /// Whether and how SpecPrefill leaves prompt tokens out.
     pub specprefill: Settings,
+    /// Tokens of the prompt, as indices, that SpecPrefill may never drop. [`Message::keep`](super::Message::keep) marks text.
+    pub keep: Vec<Range<usize>>,
     /// Tokens drafted per cycle by the MTP head, at most 8; 0 is plain decoding.
     pub mtp_depth: usize,
     /// Texts that end the answer (they are not part of it).
@@ -25,6 +29,7 @@ impl Default for GenerateOptions {
             max_tokens: 256,
             sampling: Sampling::default(),
             specprefill: Settings::default(),
+            keep: Vec::new(),
             mtp_depth: 3,
             stop: Vec::new(),
         }

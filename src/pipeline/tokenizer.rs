@@ -36,6 +36,13 @@ impl TextTokenizer {
             .map_err(|error| Error::Tokenizer(error.to_string()))
     }
 
+    /// The tokens of a text, each with the bytes of the text that it stands for.
+    pub fn encode_with_offsets(&self, text: &str) -> Result<(Vec<u32>, Vec<(usize, usize)>)> {
+        let encoding = self.tokenizer.encode(text, false);
+        let encoding = encoding.map_err(|error| Error::Tokenizer(error.to_string()))?;
+        Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
+    }
+
     /// The text of tokens, without special tokens. Incomplete characters become U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         self.tokenizer

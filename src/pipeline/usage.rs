@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::mtp::FinishReason;
 use crate::ops::routes::RouteCounts;
+use crate::specprefill::Keep;
 
 /// Counts, times (seconds) and speeds of one answer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -37,8 +38,12 @@ pub struct SpecPrefillUsage {
     pub admitted: bool,
     /// Why, or why not.
     pub reason: String,
-    /// The share that was asked for.
-    pub keep: f64,
+    /// How much was asked for.
+    pub keep: Keep,
+    /// Tokens that had to be kept whatever they scored.
+    pub required_tokens: usize,
+    /// Whether they were more than was asked for.
+    pub over_budget: bool,
     /// The draft's pass over the prompt, and scoring.
     pub scoring_s: f64,
     /// The draft's look-ahead.

@@ -2,139 +2,27 @@
 //!
 //! Lossy by design: the target never sees what is dropped, so what was dropped, and why, is always reported.
 
+mod admit;
+mod keep;
 mod score;
 mod select;
+mod settings;
+mod spans;
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::ops::Context;
 use crate::qwen3_5::Model;
 
+pub use admit::{admit, Reason};
+pub use keep::{Costs, Keep};
 pub use score::{score, Scores};
 pub use select::{kept_rows, select_chunks, Chunk, Kept};
-
-/// How rows are chosen.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Settings {
-    /// Whether sparse prefill may be used at all.
-    pub enabled: bool,
-    /// Share of the prompt's chunks to keep; 1 keeps every row.
-    pub keep: f64,
-    /// Prompts must be longer than this.
-    pub threshold: usize,
-    /// Tokens of a chunk.
-    pub chunk: usize,
-    /// Width of the average pool over scores; odd.
-    pub pool: usize,
-    /// Queries that score.
-    pub lookahead: usize,
-    /// Tokens at the end that are always kept.
-    pub tail: usize,
-    /// Rows per pass of the draft's prefill.
-    pub prefill_chunk: usize,
-    /// Whether the last prompt token's query is the first that scores, as in the paper's own code. Otherwise all queries
-    /// come from look-ahead tokens.
-    pub first_query_is_prompt_end: bool,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self {
-            enabled: true,
-            keep: 0.2,
-            threshold: 8192,
-            chunk: 32,
-            pool: 13,
-            lookahead: 8,
-            tail: 512,
-            prefill_chunk: 512,
-            first_query_is_prompt_end: false,
-        }
-    }
-}
-
-impl Settings {
-    /// Checks the ranges.
-    pub fn validate(&self) -> Result<()> {
-        let check = |name, ok: bool, what: String| match ok {
-            true => Ok(()),
-            false => Err(Error::Option { name, what }),
-        };
-        let k = self.keep;
-        check(
-            "keep",
-            k > 0.0 && k <= 1.0,
-            format!("{k} must be in (0, 1]"),
-        )?;
-        check(
-            "pool",
-            self.pool % 2 == 1,
-            format!("{} must be odd: an even pool would shift scores", self.pool),
-        )?;
-        check(
-            "prefill-chunk",
-            self.prefill_chunk > 0,
-            "0 must be at least 1".into(),
-        )?;
-        check("chunk", self.chunk > 0, "0 must be at least 1".into())?;
-        check(
-            "lookahead",
-            self.lookahead > 0,
-            "0 must be at least 1".into(),
-        )
-    }
-}
-
-/// Why a prompt is, or is not, prefilled sparsely.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Reason {
-    /// It is.
-    Admitted,
-    /// The settings say no.
-    Disabled,
-    /// There is no draft model.
-    NoDraft,
-    /// It is not longer than the threshold.
-    TooShort,
-    /// The share to keep is 1.
-    KeepsAll,
-    /// What must be kept is all there is.
-    AllMandatory,
-    /// The draft could not score it.
-    ScoringFailed,
-}
-
-/// Whether a prompt of `tokens` tokens, of which the ranges `mandatory` must be kept, is prefilled sparsely.
-pub fn admit(
-    settings: &Settings,
-    has_draft: bool,
-    tokens: usize,
-    mandatory: &[Range<usize>],
-) -> Reason {
-    // Ranges may overlap each other and the tail: what must be kept is their union.
-    let mut ranges: Vec<&Range<usize>> = mandatory.iter().collect();
-    ranges.sort_by_key(|r| r.start);
-    let end = tokens.saturating_sub(settings.tail);
-    let (mut must, mut upto) = (0, 0);
-    for range in ranges {
-        let (from, to) = (range.start.max(upto), range.end.min(end));
-        must += to.saturating_sub(from);
-        upto = upto.max(to);
-    }
-    match () {
-        _ if !settings.enabled => Reason::Disabled,
-        _ if !has_draft => Reason::NoDraft,
-        _ if settings.keep >= 1.0 => Reason::KeepsAll,
-        _ if tokens <= settings.threshold => Reason::TooShort,
-        _ if must >= end => Reason::AllMandatory,
-        _ => Reason::Admitted,
-    }
-}
+pub use settings::Settings;
+pub use spans::{union, Policy, Required, Role, Rule, Span};
 
 /// What a scoring is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -163,6 +51,10 @@ pub struct Selection {
     pub kept: Vec<u32>,
     /// Rows of the prompt.
     pub total: usize,
+    /// Rows that the settings allowed; `None` where the scores decided.
+    pub budget: Option<usize>,
+    /// What was kept whatever it scored.
+    pub required: Vec<Required>,
     /// Every chunk, with its score and why it was kept.
     pub chunks: Vec<Chunk>,
     /// Seconds that the draft took to read the prompt.
@@ -171,28 +63,53 @@ pub struct Selection {
     pub lookahead_s: f64,
 }
 
-/// Scores a prompt with the draft and selects its rows. `mandatory` ranges of tokens, and the tail, are always kept.
+impl Selection {
+    /// Share of the prompt that is kept.
+    pub fn share(&self) -> f64 {
+        self.kept.len() as f64 / self.total.max(1) as f64
+    }
+
+    /// Tokens that were kept whatever they scored.
+    pub fn required_tokens(&self) -> usize {
+        let ranges = self.required.iter().map(|r| r.tokens.clone());
+        union(ranges, self.total).iter().map(|r| r.len()).sum()
+    }
+
+    /// Whether more had to be kept than the settings allowed.
+    pub fn over_budget(&self) -> bool {
+        self.budget
+            .is_some_and(|budget| self.required_tokens() > budget)
+    }
+}
+
+/// Scores a prompt with the draft and selects its rows; `required` ones are always kept, and so are the tail and the last.
 pub fn choose(
     draft: &Model,
     cx: &Context,
     tokens: &[u32],
-    mandatory: &[Range<usize>],
+    required: &[Required],
     settings: &Settings,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Selection> {
     let mut cache = draft.new_cache()?;
     let scores = score(draft, cx, &mut cache, tokens, settings, progress)?;
-    let mut chunks = select_chunks(&scores.importance, mandatory, settings);
-    // The last row's hidden state gives the first token, whatever its chunk scored.
-    if let Some(last) = chunks.last_mut() {
-        last.kept.get_or_insert(Kept::Tail);
-    }
-    let kept = kept_rows(&chunks);
-    Ok(Selection {
-        kept,
-        total: tokens.len(),
+    Ok(select(&scores, required, settings))
+}
+
+/// Selects rows by scores. Pure.
+pub fn select(scores: &Scores, required: &[Required], settings: &Settings) -> Selection {
+    let total = scores.importance.len();
+    let mut ranges: Vec<Range<usize>> = required.iter().map(|r| r.tokens.clone()).collect();
+    // The last row's hidden state gives the first token.
+    ranges.push(total.saturating_sub(1)..total);
+    let chunks = select_chunks(&scores.importance, &ranges, settings);
+    Selection {
+        kept: kept_rows(&chunks, &ranges),
+        total,
+        budget: select::budget_tokens(settings, total),
+        required: required.to_vec(),
         chunks,
         scoring_s: scores.prefill_s,
         lookahead_s: scores.lookahead_s,
-    })
+    }
 }

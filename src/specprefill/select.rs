@@ -4,18 +4,21 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::Settings;
+use super::spans::union;
+use super::{Keep, Settings};
 
 /// Why a chunk was kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kept {
-    /// It holds rows that must be kept.
-    Mandatory,
+    /// All of its tokens are required.
+    Required,
     /// It is part of the tail.
     Tail,
     /// Its score.
     Score,
+    /// It stands beside a chunk that was kept for its score.
+    Neighbour,
 }
 
 /// One chunk of the prompt.
@@ -27,16 +30,29 @@ pub struct Chunk {
     pub end: u32,
     /// Mean importance of its tokens.
     pub score: f32,
-    /// Why it was kept, if it was.
+    /// Tokens of it that are kept in any case.
+    pub required: u32,
+    /// Why the whole of it was kept, if it was.
     pub kept: Option<Kept>,
 }
 
-/// Splits `importance` (one value per token) in chunks and keeps `ceil(chunks * keep)` of them, at least one: the tail and
-/// the chunks that touch `mandatory` always, then the best scored (ties to the earlier). More are kept when more
-/// must be. `keep` of 1 or more keeps all. A score that is not a number counts as the lowest.
+impl Chunk {
+    fn len(&self) -> u32 {
+        self.end - self.start
+    }
+
+    /// What keeping the rest of it costs, in chunks.
+    fn cost(&self) -> f64 {
+        (self.len() - self.required) as f64 / self.len() as f64
+    }
+}
+
+/// Splits `importance` (one value per token) in chunks and keeps as many as `settings.keep` says: those of the tail always
+/// and those whose tokens are all `required`, then the best scored (ties to the earlier), each with `settings.neighbours` on
+/// either side. Required tokens count, also those of chunks that are dropped. A score that is not a number is the lowest.
 pub fn select_chunks(
     importance: &[f32],
-    mandatory: &[Range<usize>],
+    required: &[Range<usize>],
     settings: &Settings,
 ) -> Vec<Chunk> {
     let (total, size) = (importance.len(), settings.chunk.max(1));
@@ -49,46 +65,134 @@ pub fn select_chunks(
                 start: start as u32,
                 end: end as u32,
                 score: (sum / (end - start) as f64) as f32,
+                required: 0,
                 kept: None,
             }
         })
         .collect();
-    let budget = match settings.keep >= 1.0 {
-        true => count,
-        false => ((count as f64 * settings.keep).ceil() as usize).clamp(1, count.max(1)),
-    };
+    for range in union(required.iter().cloned(), total) {
+        for chunk in &mut chunks[range.start / size..range.end.div_ceil(size)] {
+            let (from, to) = (
+                range.start.max(chunk.start as usize),
+                range.end.min(chunk.end as usize),
+            );
+            chunk.required += (to - from) as u32;
+        }
+    }
     // Whole chunks, so that at least `tail` tokens are kept even where the last chunk is short.
     let tail = match settings.tail {
         0 => count,
         tail => total.saturating_sub(tail) / size,
     };
-    for chunk in &mut chunks[tail..] {
-        chunk.kept = Some(Kept::Tail);
-    }
-    for range in mandatory
-        .iter()
-        .filter(|r| r.start < r.end && r.start < total)
-    {
-        for chunk in &mut chunks[range.start / size..range.end.min(total).div_ceil(size)] {
-            chunk.kept = Some(Kept::Mandatory);
+    for (i, chunk) in chunks.iter_mut().enumerate() {
+        if i >= tail {
+            chunk.required = chunk.len();
+            chunk.kept = Some(Kept::Tail);
+        } else if chunk.required == chunk.len() {
+            chunk.kept = Some(Kept::Required);
         }
     }
-    let fixed = chunks.iter().filter(|c| c.kept.is_some()).count();
-    let mut open: Vec<usize> = (0..count).filter(|i| chunks[*i].kept.is_none()).collect();
+    if settings.keep.is_all(total) {
+        chunks
+            .iter_mut()
+            .filter(|c| c.kept.is_none())
+            .for_each(|c| c.kept = Some(Kept::Score));
+        return chunks;
+    }
+    let mut budget = Budget::new(settings.keep, &chunks, size);
     let rank = |s: f32| if s.is_nan() { f32::NEG_INFINITY } else { s };
-    open.sort_by(|a, b| {
+    let mut order: Vec<usize> = (0..count).filter(|i| chunks[*i].kept.is_none()).collect();
+    order.sort_by(|a, b| {
         rank(chunks[*b].score)
             .total_cmp(&rank(chunks[*a].score))
             .then(a.cmp(b))
     });
-    for i in open.into_iter().take(budget.saturating_sub(fixed)) {
-        chunks[i].kept = Some(Kept::Score);
+    for i in order {
+        let near = i.saturating_sub(settings.neighbours)..=(i + settings.neighbours).min(count - 1);
+        for (j, why) in std::iter::once((i, Kept::Score)).chain(near.map(|j| (j, Kept::Neighbour)))
+        {
+            if budget.is_spent() {
+                return chunks;
+            }
+            if chunks[j].kept.is_none() {
+                chunks[j].kept = Some(why);
+                budget.spend(&chunks[j]);
+            }
+        }
     }
     chunks
 }
 
-/// The tokens of the kept chunks, in order.
-pub fn kept_rows(chunks: &[Chunk]) -> Vec<u32> {
+/// What is left to keep.
+enum Budget {
+    Chunks(f64),
+    /// The share that is left, and all that there is.
+    Mass(f64, f64),
+}
+
+impl Budget {
+    fn new(keep: Keep, chunks: &[Chunk], size: usize) -> Self {
+        if let Keep::Mass(share) = keep {
+            let all: f64 = chunks.iter().map(mass).sum();
+            let required = chunks.iter().map(|c| mass(c) * (1.0 - c.cost()));
+            return match all > 0.0 {
+                true => Self::Mass(share - required.sum::<f64>() / all, all),
+                false => Self::Mass(0.0, 1.0),
+            };
+        }
+        let required: f64 = chunks.iter().map(|c| 1.0 - c.cost()).sum();
+        Self::Chunks(budget(keep, chunks.len(), size) - required)
+    }
+
+    /// Rounding errors of fractions of chunks and of shares stay below the margin.
+    fn is_spent(&self) -> bool {
+        match *self {
+            Self::Chunks(left) | Self::Mass(left, _) => left < 1e-6,
+        }
+    }
+
+    fn spend(&mut self, chunk: &Chunk) {
+        match self {
+            Self::Chunks(left) => *left -= chunk.cost(),
+            Self::Mass(left, all) => *left -= mass(chunk) * chunk.cost() / *all,
+        }
+    }
+}
+
+/// Chunks that may be kept, of `count`.
+fn budget(keep: Keep, count: usize, size: usize) -> f64 {
+    let all = count as f64;
+    match keep {
+        Keep::Fraction(share) => (all * share).ceil().clamp(1.0, all.max(1.0)),
+        Keep::Tokens(tokens) => tokens as f64 / size as f64,
+        Keep::Mass(_) => all,
+        Keep::Budget { .. } => budget(Keep::default(), count, size),
+    }
+}
+
+/// Tokens that may be kept of `total`; `None` where the scores decide.
+pub(super) fn budget_tokens(settings: &Settings, total: usize) -> Option<usize> {
+    let size = settings.chunk.max(1);
+    match settings.keep {
+        Keep::Mass(_) => None,
+        keep => Some((budget(keep, total.div_ceil(size), size) * size as f64).round() as usize),
+    }
+}
+
+/// A chunk's importance; what is not a positive number counts nothing.
+fn mass(chunk: &Chunk) -> f64 {
+    let score = chunk.score as f64;
+    match score.is_finite() && score > 0.0 {
+        true => score * chunk.len() as f64,
+        false => 0.0,
+    }
+}
+
+/// The tokens of the kept chunks and the required ones, sorted, each once.
+pub fn kept_rows(chunks: &[Chunk], required: &[Range<usize>]) -> Vec<u32> {
+    let total = chunks.last().map_or(0, |c| c.end as usize);
     let kept = chunks.iter().filter(|c| c.kept.is_some());
-    kept.flat_map(|c| c.start..c.end).collect()
+    let kept = kept.map(|c| c.start as usize..c.end as usize);
+    let all = union(kept.chain(required.iter().cloned()), total);
+    all.into_iter().flatten().map(|i| i as u32).collect()
 }
