@@ -38,4 +38,4 @@ pub use spans::RenderedPrompt;
 #[cfg(feature = "chat")]
 pub use template::ChatTemplate;
 #[cfg(feature = "chat")]
-pub use tokenizer::{StreamDecoder, TextTokenizer};
+pub use tokenizer::{Offsets, StreamDecoder, TextTokenizer};

@@ -7,6 +7,9 @@ use tokenizers::Tokenizer;
 
 use crate::{Error, Result};
 
+/// The bytes of a text that each token stands for: from, to.
+pub type Offsets = Vec<(usize, usize)>;
+
 /// A model's `tokenizer.json`.
 #[derive(Clone)]
 pub struct TextTokenizer {
@@ -37,7 +40,7 @@ impl TextTokenizer {
     }
 
     /// The tokens of a text, each with the bytes of the text that it stands for.
-    pub fn encode_with_offsets(&self, text: &str) -> Result<(Vec<u32>, Vec<(usize, usize)>)> {
+    pub fn encode_with_offsets(&self, text: &str) -> Result<(Vec<u32>, Offsets)> {
         let encoding = self.tokenizer.encode(text, false);
         let encoding = encoding.map_err(|error| Error::Tokenizer(error.to_string()))?;
         Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
