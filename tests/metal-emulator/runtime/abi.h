@@ -25,9 +25,13 @@ struct emu_kernel {
   uint32_t nparams;
   uint32_t max_threads;  // max_total_threads_per_threadgroup, 0 where the kernel does not say
 };
+// A place in the source. As a default argument it is the caller's: EMU_HERE in msl.h.
+struct emu_site { const char *file; int line, col; };
 struct emu_fault {
-  int32_t kind, line;      // line: of the source, where the caller knew it; else 0
-  uint64_t pc;             // offset in the shared library, 0 if unknown
+  int32_t kind;
+  emu_site site;           // where the caller knew it
+  uint64_t pcs[8];         // offsets in the shared library, innermost call first
+  uint64_t earlier;        // the other access of a race, 0 if unknown
   uint32_t has_thread, simdgroup, lane;
   emu_u3 thread, group;
   char text[320];
@@ -37,6 +41,7 @@ struct emu_region {
   uintptr_t lo, hi;
   int32_t kind, index;     // kind: EMU_READ ...
   uint64_t *w, *r;         // shadow: last write and last reads of each byte (checked mode)
+  uint32_t *wpc, *rpc;     // and where they were, as offsets in the shared library
 };
 enum { EMU_READ, EMU_WRITE, EMU_READ_WRITE, EMU_THREADGROUP };
 struct emu_launch {
@@ -60,11 +65,11 @@ struct alignas(64) emu_bank { unsigned char data[1024]; alignas(64) unsigned cha
 // The part of a thread's control block that inlined code reads. It lies at the top of the thread's own stack block.
 struct emu_thread { emu_ctx ctx; emu_bank *bank, *settled; uint32_t lane, pad; const emu_launch *launch; void *const *tgmem; };
 
-uint32_t emu_simd_wait(const char *op, int line, int col);             // returns the mask of lanes that took part
-void emu_barrier(unsigned flags, int simdgroup, int line, int col);
-void *emu_tg_variable(unsigned site, size_t size, size_t align, const char *name, int line);
+uint32_t emu_simd_wait(const char *op, emu_site at);                   // returns the mask of lanes that took part
+void emu_barrier(unsigned flags, int simdgroup, emu_site at);
+void *emu_tg_variable(unsigned site, size_t size, size_t align, const char *name, const emu_site &at);
 void emu_atomic(void *p, unsigned size, int write);
-void emu_fail(int kind, const char *text, int line);                  // does not return
+void emu_fail(int kind, const char *text, emu_site at);                 // does not return
 const void *emu_bind(int index, size_t at_least);
 }
 enum {

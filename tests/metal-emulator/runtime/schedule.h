@@ -18,7 +18,7 @@ static void release(Worker *w, SimdGroup &g, unsigned who, Thread *me) {
   g.ready = who & ~(me ? 1u << me->lane : 0);
 }
 
-static bool same_site(const Thread *a, const Thread *b) { return a->line == b->line && a->col == b->col && a->op == b->op && a->state == b->state; }
+static bool same_site(const Thread *a, const Thread *b) { return a->at.line == b->at.line && a->at.col == b->at.col && a->op == b->op && a->state == b->state; }
 
 // All lanes wait or are gone. True: `me` (or, without `me`, a lane now marked ready) can go on.
 static bool settle(Worker *w, SimdGroup &g, Thread *me) {
@@ -31,14 +31,14 @@ static bool settle(Worker *w, SimdGroup &g, Thread *me) {
       Thread *t = thread_of(w, g.lo + __builtin_ctz(m));
       if (same_site(t, lead)) { who |= 1u << t->lane; continue; }
       if (!(w->launch->flags & 1)) {
-        fault(w, lead, EMU_F_SIMD_DIVERGENCE, 0, lead->line, true, "simdgroup divergence: this lane waits at %s, lane %u at %s (line %d)", lead->op, t->lane, t->op, t->line);
+        fault(w, lead, EMU_F_SIMD_DIVERGENCE, {0, lead->at}, true, "simdgroup divergence: this lane waits at %s, lane %u at %s (line %d)", lead->op, t->lane, t->op, t->at.line);
         return false;
       }
     }
   }
   if (lead->state == WAIT_SIMDGROUP_BARRIER) {
     if (who != g.present) {
-      fault(w, lead, EMU_F_BARRIER, 0, lead->line, true, "barrier divergence: simdgroup_barrier not reached by all lanes (reached by mask %08x)", who);
+      fault(w, lead, EMU_F_BARRIER, {0, lead->at}, true, "barrier divergence: simdgroup_barrier not reached by all lanes (reached by mask %08x)", who);
       return false;
     }
     if (lead->flags & 2) g.ep_tg++;
@@ -72,9 +72,9 @@ static void yield_from(Worker *w, Thread *me) {
   emu_switch(&me->sp, next->sp);
 }
 
-static void arrive(Worker *w, Thread *t, State state, const char *op, int line, int col) {
+static void arrive(Worker *w, Thread *t, State state, const char *op, emu_site at) {
   SimdGroup &g = w->sg[t->sg];
-  t->op = op; t->line = line; t->col = col; t->state = state;
+  t->op = op; t->at = at; t->state = state;
   if (state != WAIT_BARRIER) {
     if (g.arrived) { const Thread *o = thread_of(w, g.lo + __builtin_ctz(g.arrived)); g.mixed |= !same_site(t, o); }
     g.arrived |= 1u << t->lane;
@@ -158,11 +158,11 @@ static bool run_group(Worker *w, uint32_t index) {
       Thread *t = thread_of(w, i);
       if (t->state == DONE) gone = t;
       else if (!wait) wait = t;
-      else if (t->line != wait->line || t->col != wait->col) other = t;
+      else if (t->at.line != wait->at.line || t->at.col != wait->at.col) other = t;
     }
     if (!wait) break;
-    if (gone) { fault(w, wait, EMU_F_BARRIER, 0, wait->line, true, "barrier divergence: this thread waits at threadgroup_barrier, thread %u has returned", gone->tid); return false; }
-    if (other) { fault(w, wait, EMU_F_BARRIER, 0, wait->line, true, "barrier divergence: this thread waits at threadgroup_barrier, thread %u at the one in line %d", other->tid, other->line); return false; }
+    if (gone) { fault(w, wait, EMU_F_BARRIER, {0, wait->at}, true, "barrier divergence: this thread waits at threadgroup_barrier, thread %u has returned", gone->tid); return false; }
+    if (other) { fault(w, wait, EMU_F_BARRIER, {0, wait->at}, true, "barrier divergence: this thread waits at threadgroup_barrier, thread %u at the one in line %d", other->tid, other->at.line); return false; }
     if (wait->flags & 2) w->ep_tg++;
     if (wait->flags & 1) w->ep_dev++;
     for (unsigned i = 0; i < w->threads; i++) thread_of(w, i)->state = RUN;

@@ -49,11 +49,12 @@ static emu_region *find_region(Worker *w, uintptr_t a) {
 }
 
 static void outside(Worker *w, Thread *t, uintptr_t a, size_t n, bool write, uintptr_t pc) {
-  const char *verb = write ? "write" : "read";
+  char verb[24];                                         // n 0: a crash, whose width nobody knows
+  snprintf(verb, sizeof verb, n ? "%zu-byte %s" : "%.0zu%s", n, write ? "write" : "read");
   emu_launch *l = w->launch;
   uintptr_t stacks = (uintptr_t)w->stacks;
-  if (a - stacks < EMU_MAX_THREADS * EMU_STACK) return fault(w, t, EMU_F_BOUNDS, pc, 0, true, "%s of another thread's private memory", verb);
-  if (a < 4096) return fault(w, t, EMU_F_BINDING, pc, 0, true, "%zu-byte %s through a null pointer (buffer not bound?)", n, verb);
+  if (a - stacks < EMU_MAX_THREADS * EMU_STACK) return fault(w, t, EMU_F_BOUNDS, {pc}, true, "%s of another thread's private memory", verb);
+  if (a < 4096) return fault(w, t, EMU_F_BINDING, {pc}, true, "%s through a null pointer (buffer not bound?)", verb);
   const emu_region *best = nullptr;
   size_t distance = 1 << 20;
   for (uint64_t i = 0; i <= l->nregions; i++) {
@@ -62,8 +63,8 @@ static void outside(Worker *w, Thread *t, uintptr_t a, size_t n, bool write, uin
     if (d < distance) { distance = d; best = r; }
   }
   char name[32];
-  if (best) fault(w, t, EMU_F_BOUNDS, pc, 0, true, "out-of-bounds %zu-byte %s: %zu bytes %s %s (%zu bytes long)", n, verb, distance, a >= best->hi ? "past the end of" : "before the start of", name_of(best, name), size_t(best->hi - best->lo));
-  else fault(w, t, EMU_F_BOUNDS, pc, 0, true, "out-of-bounds %zu-byte %s at a wild address", n, verb);
+  if (best) fault(w, t, EMU_F_BOUNDS, {pc}, true, "out-of-bounds %s: %zu bytes %s %s (%zu bytes long)", verb, distance, a >= best->hi ? "past the end of" : "before the start of", name_of(best, name), size_t(best->hi - best->lo));
+  else fault(w, t, EMU_F_BOUNDS, {pc}, true, "out-of-bounds %s at a wild address", verb);
 }
 
 // Bytes [i, e) of a region with shadow cells.
@@ -72,6 +73,7 @@ static void check_order(Worker *w, Thread *t, emu_region *R, size_t i, size_t e,
   SimdGroup &g = w->sg[t->sg];
   Cell me = cell(w->gid + 1, t->tid, tg ? w->ep_tg : w->ep_dev, tg ? g.ep_tg : g.ep_dev, atomic);
   char name[32], by[64];
+  uint32_t at = uint32_t(pc - (uintptr_t)&__ehdr_start);
   for (; i < e; i++) {
     Cell cw = R->w[i], cr = R->r[i];
     if (cr == me && cw == me) continue;
@@ -81,17 +83,18 @@ static void check_order(Worker *w, Thread *t, emu_region *R, size_t i, size_t e,
     }
     bool late_write = cw && !ordered(cw, me, t) && !(atomic && (cw & 1));
     if (write) {
-      if (late_write) fault(w, t, EMU_F_RACE, pc, 0, false, "data race on %s: write, after an unordered write by %s", name_of(R, name), who(cw, by, sizeof by));
-      else if (cr && !ordered(cr, me, t) && !(atomic && (cr & 1))) fault(w, t, EMU_F_RACE, pc, 0, false, "data race on %s: write, after an unordered read by %s", name_of(R, name), who(cr, by, sizeof by));
-      R->w[i] = me;
+      if (late_write) fault(w, t, EMU_F_RACE, {pc, {}, R->wpc[i]}, false, "data race on %s: write, after an unordered write by %s", name_of(R, name), who(cw, by, sizeof by));
+      else if (cr && !ordered(cr, me, t) && !(atomic && (cr & 1))) fault(w, t, EMU_F_RACE, {pc, {}, R->rpc[i]}, false, "data race on %s: write, after an unordered read by %s", name_of(R, name), who(cr, by, sizeof by));
+      R->w[i] = me; R->wpc[i] = at;
     } else {
-      if (!cw && (tg || R->kind == EMU_WRITE)) fault(w, t, EMU_F_UNINITIALISED, pc, 0, false, "read of uninitialised %s", name_of(R, name));
-      else if (late_write) fault(w, t, EMU_F_RACE, pc, 0, false, "data race on %s: read, after an unordered write by %s", name_of(R, name), who(cw, by, sizeof by));
+      if (!cw && (tg || R->kind == EMU_WRITE)) fault(w, t, EMU_F_UNINITIALISED, {pc}, false, "read of uninitialised %s", name_of(R, name));
+      else if (late_write) fault(w, t, EMU_F_RACE, {pc, {}, R->wpc[i]}, false, "data race on %s: read, after an unordered write by %s", name_of(R, name), who(cw, by, sizeof by));
       if (cr && cr != me && !ordered(cr, me, t)) {       // one cell for several readers: the widest that covers them
         bool same_group = cell_group1(cr) == w->gid + 1;
         bool same_sg = same_group && cell_thread(cr) != SEVERAL && cell_simdgroup(cr) == t->sg;
         R->r[i] = cell(same_group ? w->gid + 1 : ANY_GROUP, same_sg ? SEVERAL_IN_SIMDGROUP + t->sg : SEVERAL, cell_barriers(me), cell_simd_barriers(me), atomic && (cr & 1));
       } else R->r[i] = me;
+      R->rpc[i] = at;
     }
   }
 }
@@ -109,8 +112,8 @@ static void check(uintptr_t a, size_t n, bool write, bool atomic, bool aligned, 
     return outside(w, t, a, n, write, pc);
   }
   const char *verb = write ? "write" : "read";
-  if (a + n > R->hi) return fault(w, t, EMU_F_BOUNDS, pc, 0, true, "out-of-bounds %zu-byte %s crosses the end of %s (%zu bytes long)", n, verb, name_of(R, name), size_t(R->hi - R->lo));
-  if (aligned && (a & (n - 1))) fault(w, t, EMU_F_MISALIGNED, pc, 0, false, "misaligned %zu-byte %s in %s", n, verb, name_of(R, name));
-  if (write && R->kind == EMU_READ) return fault(w, t, EMU_F_READ_ONLY, pc, 0, true, "write to %s, which is bound for reading", name_of(R, name));
+  if (a + n > R->hi) return fault(w, t, EMU_F_BOUNDS, {pc}, true, "out-of-bounds %zu-byte %s crosses the end of %s (%zu bytes long)", n, verb, name_of(R, name), size_t(R->hi - R->lo));
+  if (aligned && (a & (n - 1))) fault(w, t, EMU_F_MISALIGNED, {pc}, false, "misaligned %zu-byte %s in %s", n, verb, name_of(R, name));
+  if (write && R->kind == EMU_READ) return fault(w, t, EMU_F_READ_ONLY, {pc}, true, "write to %s, which is bound for reading", name_of(R, name));
   if (R->kind != EMU_READ) check_order(w, t, R, a - R->lo, a - R->lo + n, write, atomic, pc);
 }

@@ -15,7 +15,7 @@ struct Thread : emu_thread {                             // at the top of its st
   State state;
   unsigned tid, sg, active, flags;
   const char *op;
-  int line, col;
+  emu_site at;
 };
 static_assert(sizeof(Thread) <= EMU_CONTROL, "control block too large");
 
@@ -44,6 +44,7 @@ struct Worker {
   emu_region *last;                                      // region of the previous access
   uint64_t accesses, switches;
   char *arena;                                           // threadgroup memory, guard space on both sides
+  char *crash_stack;                                     // its top: where a crash is turned into a fault
   void *map; size_t map_len;
 };
 
@@ -51,20 +52,40 @@ static inline Thread *thread_of(Worker *w, unsigned tid) { return (Thread *)(w->
 static inline Thread *self() { return (Thread *)emu_self(); }
 extern "C" const char __ehdr_start __attribute__((visibility("hidden")));   // start of this shared library
 
-// Records a fault once per program counter or text. A fatal one ends the launch: control leaves the thread for good.
-static void fault(Worker *w, Thread *t, int kind, uintptr_t pc, int line, bool fatal, const char *format, ...) {
+// The return addresses of the calls that led here, as far as the thread's own stack shows them.
+static void callers(Thread *t, uint64_t *pcs, unsigned n) {
+  uintptr_t *frame = (uintptr_t *)__builtin_frame_address(0), base = (uintptr_t)&__ehdr_start;
+  for (unsigned i = 0; i < n; i++) {
+    if (((uintptr_t)frame ^ (uintptr_t)t) >= EMU_STACK || (uintptr_t)frame >= (uintptr_t)t || ((uintptr_t)frame & 7)) return;
+    pcs[i] = frame[1] - base;
+    uintptr_t *next = (uintptr_t *)frame[0];
+    if (next <= frame) return;
+    frame = next;
+  }
+}
+
+// Records a fault once per place. A fatal one ends the launch: control leaves the thread for good.
+struct Where { uintptr_t pc; emu_site at; uint32_t earlier; };
+static void fault(Worker *w, Thread *t, int kind, Where where, bool fatal, const char *format, ...) {
   emu_launch *l = w->launch;
-  while (__atomic_exchange_n(&l->lock, 1, __ATOMIC_ACQUIRE)) {}
   emu_fault f;
   memset(&f, 0, sizeof f);
-  f.kind = kind; f.line = line; f.pc = pc ? pc - (uintptr_t)&__ehdr_start : 0;
+  f.kind = kind; f.site = where.at; f.earlier = where.earlier;
+  if (where.pc) f.pcs[0] = where.pc - (uintptr_t)&__ehdr_start;
+  if (t) {
+    callers(t, f.pcs + (where.pc ? 1 : 0), 7);
+    f.has_thread = 1; f.thread = t->ctx.thread_position_in_threadgroup; f.group = t->ctx.threadgroup_position_in_grid; f.simdgroup = t->sg; f.lane = t->lane;
+  }
   va_list a;
   va_start(a, format);
   vsnprintf(f.text, sizeof f.text, format, a);
   va_end(a);
-  if (t) { f.has_thread = 1; f.thread = t->ctx.thread_position_in_threadgroup; f.group = t->ctx.threadgroup_position_in_grid; f.simdgroup = t->sg; f.lane = t->lane; }
+  while (__atomic_exchange_n(&l->lock, 1, __ATOMIC_ACQUIRE)) {}
   bool again = false;
-  for (unsigned i = 0; i < l->nfaults; i++) again |= pc ? l->faults[i].pc == f.pc && l->faults[i].kind == kind : !strcmp(l->faults[i].text, f.text);
+  for (unsigned i = 0; i < l->nfaults; i++) {
+    const emu_fault &o = l->faults[i];
+    again |= where.pc ? o.pcs[0] == f.pcs[0] && o.kind == kind : !strcmp(o.text, f.text);
+  }
   if (!again && l->nfaults < 8) { l->faults[l->nfaults] = f; l->nfaults++; }
   if (fatal) l->abort = 1;
   __atomic_store_n(&l->lock, 0, __ATOMIC_RELEASE);

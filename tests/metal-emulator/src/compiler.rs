@@ -139,6 +139,7 @@ const FAST: &[&str] = &["-O2"];
 const CHECKED: &[&str] = &[
     "-O1",
     "-DEMU_CHECKED=1",
+    "-fno-omit-frame-pointer",
     "-fno-vectorize",
     "-fno-slp-vectorize",
     "-fsanitize=thread",
@@ -278,6 +279,7 @@ fn runtime_object(clang: &Clang, standin: &Path, cache: &Path) -> Result<PathBuf
             "-std=c++17",
             "-O2",
             "-g0",
+            "-fno-omit-frame-pointer",
             "-fPIC",
             "-fvisibility=hidden",
             "-fno-exceptions",

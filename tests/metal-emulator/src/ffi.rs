@@ -35,10 +35,19 @@ pub struct Kernel {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
+pub struct Site {
+    pub file: *const c_char,
+    pub line: i32,
+    pub col: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
 pub struct RawFault {
     pub kind: i32,
-    pub line: i32,
-    pub pc: u64,
+    pub site: Site,
+    pub pcs: [u64; 8],
+    pub earlier: u64,
     pub has_thread: u32,
     pub simdgroup: u32,
     pub lane: u32,
@@ -68,6 +77,8 @@ pub struct Region {
     pub index: i32,
     pub w: *mut u64,
     pub r: *mut u64,
+    pub wpc: *mut u32,
+    pub rpc: *mut u32,
 }
 
 #[repr(C)]
@@ -96,3 +107,5 @@ pub struct RawLaunch {
 
 pub type WorkerNew = unsafe extern "C" fn() -> *mut c_void;
 pub type RunGroups = unsafe extern "C" fn(*mut RawLaunch, *mut c_void, u64, u64);
+pub type Crash = unsafe extern "C" fn(*mut c_void, usize, usize, i32, i32);
+pub type CrashStack = unsafe extern "C" fn(*mut c_void) -> *mut c_void;

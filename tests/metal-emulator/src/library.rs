@@ -1,6 +1,6 @@
 //! Compiled kernels, loaded.
 use crate::compiler::{compile, Compiled, Options};
-use crate::ffi::{Kernel, RawConstant, RunGroups, WorkerNew};
+use crate::ffi::{Crash, CrashStack, Kernel, RawConstant, RunGroups, WorkerNew};
 use crate::launch::{Constant, Mode};
 use crate::translate::FunctionConstant;
 use rayon::prelude::*;
@@ -52,6 +52,8 @@ pub(crate) struct Loaded {
     pub kernel: KernelPointer,
     pub worker_new: WorkerNew,
     pub run_groups: RunGroups,
+    pub crash: Crash,
+    pub crash_stack: CrashStack,
 }
 
 #[derive(Clone, Copy)]
@@ -225,6 +227,10 @@ fn load(path: PathBuf) -> Result<Loaded, String> {
                 .map_err(text)?,
             run_groups: *library
                 .get::<RunGroups>(b"emu_run_groups\0")
+                .map_err(text)?,
+            crash: *library.get::<Crash>(b"emu_crash\0").map_err(text)?,
+            crash_stack: *library
+                .get::<CrashStack>(b"emu_crash_stack\0")
                 .map_err(text)?,
             path: path.clone(),
         })

@@ -1,16 +1,42 @@
-//! A launch's buffers in memory of their own: free space on both sides, shadow cells where checked mode needs them.
+//! A launch's buffers in memory of their own: inaccessible pages on both sides, shadow cells where checked mode needs them.
 use crate::ffi::{Region, READ, READ_WRITE, WRITE};
-use std::alloc::{alloc_zeroed, dealloc, Layout};
+use std::ptr::null_mut;
 
-/// Free space on both sides of a buffer, so that a stray access meets no other buffer.
-const MARGIN: usize = 1 << 16;
-const ALIGN: usize = 4096;
+const PAGE: usize = 4096;
+/// Inaccessible space on both sides, so that a stray access meets no other buffer.
+const GUARD: usize = 1 << 20;
+/// What the free bytes of a buffer's own pages hold: NaNs to whoever reads them.
+const POISON: u8 = 0xff;
+/// The strictest alignment of an MSL type (ulong4).
+const ALIGN: usize = 32;
+
+/// Pages that are given back when dropped.
+struct Pages {
+    at: *mut u8,
+    len: usize,
+}
+
+impl Pages {
+    fn new(len: usize, access: i32) -> Self {
+        let len = len.next_multiple_of(PAGE).max(PAGE);
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping anywhere.
+        let at = unsafe { libc::mmap(null_mut(), len, access, flags, -1, 0) };
+        assert!(at != libc::MAP_FAILED, "no memory for {len} bytes");
+        Self { at: at.cast(), len }
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: mapped with this length.
+        unsafe { libc::munmap(self.at.cast(), self.len) };
+    }
+}
 
 pub(crate) struct Copy {
-    base: *mut u8,
-    layout: Layout,
-    shadow: *mut u64,
-    shadow_layout: Layout,
+    pages: Pages,
+    shadow: Option<Pages>,
     pub start: *mut u8,
     pub len: usize,
     pub kind: i32,
@@ -18,31 +44,30 @@ pub(crate) struct Copy {
 }
 
 impl Copy {
-    /// Memory for `data`; an output starts as NaNs.
+    /// Memory for `data`; an output starts as NaNs. The end lies as close to an inaccessible page as alignment allows.
     pub fn new(index: usize, kind: i32, data: &[u8], checked: bool) -> Self {
         let len = data.len();
-        let layout = Layout::from_size_align(len + 2 * MARGIN, ALIGN)
-            .unwrap_or_else(|e| panic!("buffer({index}) of {len} bytes: {e}"));
-        let shadow_len = if checked && kind != READ { len * 16 } else { 0 };
-        let shadow_layout = Layout::from_size_align(shadow_len.max(16), ALIGN)
-            .unwrap_or_else(|e| panic!("buffer({index}) of {len} bytes: {e}"));
-        // SAFETY: the layouts are not empty, and the copy stays inside.
+        let body = len.next_multiple_of(PAGE).max(PAGE);
+        let pages = Pages::new(body + 2 * GUARD, libc::PROT_NONE);
+        // two cells and two program counters per byte
+        let shadow = (checked && kind != READ)
+            .then(|| Pages::new(len * 24, libc::PROT_READ | libc::PROT_WRITE));
+        // SAFETY: the body lies inside the mapping, the data inside the body.
         unsafe {
-            let base = alloc_zeroed(layout);
-            let shadow = alloc_zeroed(shadow_layout).cast::<u64>();
-            if base.is_null() || shadow.is_null() {
-                std::alloc::handle_alloc_error(layout);
-            }
-            let start = base.add(MARGIN);
+            let first = pages.at.add(GUARD);
+            let ok = libc::mprotect(first.cast(), body, libc::PROT_READ | libc::PROT_WRITE);
+            assert!(ok == 0, "no memory for {body} bytes");
+            let slack = body - len.next_multiple_of(ALIGN);
+            let start = first.add(slack);
+            first.write_bytes(POISON, slack);
+            start.add(len).write_bytes(POISON, body - slack - len);
             match kind {
-                WRITE => start.write_bytes(0xff, len),
+                WRITE => start.write_bytes(POISON, len),
                 _ => start.copy_from_nonoverlapping(data.as_ptr(), len),
             }
             Self {
-                base,
-                layout,
+                pages,
                 shadow,
-                shadow_layout,
                 start,
                 len,
                 kind,
@@ -52,26 +77,29 @@ impl Copy {
     }
 
     pub fn region(&self) -> Region {
-        // SAFETY: the shadow holds two cells per byte, unless the kind is READ, where nobody looks.
-        let r = if self.kind == READ {
-            self.shadow
-        } else {
-            unsafe { self.shadow.add(self.len) }
-        };
         let lo = self.start as usize;
-        Region {
+        let mut region = Region {
             lo,
             hi: lo + self.len,
             kind: self.kind,
             index: self.index as i32,
-            w: self.shadow,
-            r,
+            w: null_mut(),
+            r: null_mut(),
+            wpc: null_mut(),
+            rpc: null_mut(),
+        };
+        if let Some(s) = &self.shadow {
+            let cells = s.at.cast::<u64>();
+            let counters = cells.wrapping_add(2 * self.len).cast::<u32>();
+            (region.w, region.r) = (cells, cells.wrapping_add(self.len));
+            (region.wpc, region.rpc) = (counters, counters.wrapping_add(self.len));
         }
+        region
     }
 
     /// What the kernel left.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: start and len lie inside the allocation.
+        // SAFETY: start and len lie inside the mapping.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 
@@ -79,18 +107,28 @@ impl Copy {
     pub fn unwritten(&self) -> Option<(usize, usize)> {
         debug_assert!(self.kind == WRITE || self.kind == READ_WRITE);
         // SAFETY: one cell per byte.
-        let cells = unsafe { std::slice::from_raw_parts(self.shadow, self.len) };
+        let cells =
+            unsafe { std::slice::from_raw_parts(self.shadow.as_ref()?.at.cast::<u64>(), self.len) };
         let first = cells.iter().position(|&c| c == 0)?;
         Some((first, cells.iter().filter(|&&c| c == 0).count()))
     }
-}
 
-impl Drop for Copy {
-    fn drop(&mut self) {
-        // SAFETY: allocated with these layouts.
-        unsafe {
-            dealloc(self.base, self.layout);
-            dealloc(self.shadow.cast(), self.shadow_layout);
-        }
+    /// Did a write hit the free bytes of the buffer's own pages? (The pages beyond them fault at once.)
+    pub fn strayed(&self) -> Option<String> {
+        let first = self.pages.at.wrapping_add(GUARD);
+        let before = self.start as usize - first as usize;
+        let after = (self.pages.len - 2 * GUARD) - before - self.len;
+        // SAFETY: the body of the mapping.
+        let all = unsafe { std::slice::from_raw_parts(first, before + self.len + after) };
+        let hit = |s: &[u8]| s.iter().any(|&b| b != POISON);
+        let place = match (hit(&all[..before]), hit(&all[before + self.len..])) {
+            (true, _) => "before the start of",
+            (_, true) => "past the end of",
+            _ => return None,
+        };
+        Some(format!(
+            "a write {place} buffer({}) ({} bytes long): checked mode says where",
+            self.index, self.len
+        ))
     }
 }

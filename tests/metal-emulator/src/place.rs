@@ -1,31 +1,51 @@
-//! From a program counter to `file.metal:line`, by the library's debug information.
+//! From program counters to `file.metal:line`, by the library's debug information.
+use crate::ffi::{RawFault, Site};
+use std::ffi::CStr;
 use std::path::Path;
 
-pub(crate) fn place(library: &Path, pc: u64) -> Option<String> {
-    if pc == 0 {
-        return None;
-    }
-    let loader = addr2line::Loader::new(library).ok()?;
-    let mut frames = loader.find_frames(pc - 1).ok()?; // the call itself, not what follows it
-    let mut innermost = None;
-    while let Ok(Some(frame)) = frames.next() {
-        let Some(l) = frame.location else { continue };
-        let (Some(file), Some(line)) = (l.file, l.line) else {
-            continue;
-        };
-        let file = Path::new(file)
-            .file_name()
-            .map_or(file.into(), |n| n.to_string_lossy());
-        let here = format!("{file}:{line}");
-        if !STANDIN.contains(&file.as_ref()) {
-            return Some(here);
-        }
-        innermost.get_or_insert(here);
-    }
-    innermost
+/// Where a fault happened and, for a race, where the other access was.
+pub(crate) fn places(library: &Path, f: &RawFault) -> (Option<String>, Option<String>) {
+    let loader = addr2line::Loader::new(library).ok();
+    let of = |pc: u64| loader.as_ref().and_then(|l| of_counter(l, pc));
+    let place = of_site(&f.site).or_else(|| f.pcs.iter().find_map(|&pc| of(pc)));
+    (place, of(f.earlier))
 }
 
-/// Inlined functions of the stand-in are skipped: the mistake lies where they are called.
+fn of_site(site: &Site) -> Option<String> {
+    if site.file.is_null() || site.line == 0 {
+        return None;
+    }
+    // SAFETY: a string literal of the loaded library.
+    let file = unsafe { CStr::from_ptr(site.file) }.to_string_lossy();
+    named(&file, site.line as u32)
+}
+
+fn of_counter(loader: &addr2line::Loader, pc: u64) -> Option<String> {
+    let mut frames = loader.find_frames(pc.checked_sub(1)?).ok()?; // the call itself, not what follows it
+    while let Ok(Some(frame)) = frames.next() {
+        let Some(l) = frame.location else { continue };
+        let place = l
+            .file
+            .zip(l.line)
+            .and_then(|(file, line)| named(file, line));
+        if place.is_some() {
+            return place;
+        }
+    }
+    None
+}
+
+/// Functions of the stand-in are skipped: the mistake lies where they are called.
+fn named(file: &str, line: u32) -> Option<String> {
+    let path = Path::new(file);
+    let name = path
+        .file_name()
+        .map_or(file.into(), |n| n.to_string_lossy());
+    let standin =
+        path.parent().is_some_and(|d| d.ends_with("include")) && STANDIN.contains(&name.as_ref());
+    (!standin && name != "emulator table").then(|| format!("{name}:{line}"))
+}
+
 const STANDIN: &[&str] = &[
     "scalar.h",
     "swizzle.h",
@@ -37,5 +57,4 @@ const STANDIN: &[&str] = &[
     "bind.h",
     "msl.h",
     "abi.h",
-    "emulator table",
 ];

@@ -82,6 +82,7 @@ impl Library {
         }
         dispatch(loaded, &mut raw, groups, mode);
         write_back(launch, &copies);
+        let strayed = copies.iter().find_map(Copy::strayed);
 
         let mut faults: Vec<Fault> = raw.faults[..raw.nfaults as usize]
             .iter()
@@ -93,6 +94,9 @@ impl Library {
                     faults.push(fault(FaultKind::Unwritten, format!("{count} of {} bytes of buffer({}) were never written, the first at byte {first}", c.len, c.index)));
                 }
             }
+        }
+        if let (true, Some(m)) = (faults.is_empty(), strayed) {
+            faults.push(fault(FaultKind::OutOfBounds, m));
         }
         if faults.is_empty() {
             return Ok(Report {
@@ -237,7 +241,7 @@ fn with_worker(loaded: &Loaded, f: impl FnOnce(*mut c_void)) {
         !worker.0.is_null(),
         "no address space for the threads' stacks"
     );
-    f(worker.0);
+    crate::signal::guarded(loaded, worker.0, || f(worker.0));
     POOL.lock().unwrap_or_else(|e| e.into_inner()).push(worker);
 }
 
@@ -284,8 +288,8 @@ fn name(loaded: &Loaded, kernel: &str, f: &RawFault) -> Fault {
     let message = unsafe { CStr::from_ptr(f.text.as_ptr()) }
         .to_string_lossy()
         .into_owned();
-    let place = crate::place::place(&loaded.path, f.pc)
-        .or_else(|| (f.line > 0).then(|| format!("line {}", f.line)));
+    let (place, earlier) = crate::place::places(&loaded.path, f);
+    let message = earlier.map_or(message.clone(), |e| format!("{message} at {e}"));
     Fault {
         kind,
         kernel: kernel.into(),

@@ -22,7 +22,7 @@ template <class T> EMU_NOSAN inline bool atomic_compare_exchange_weak_explicit(v
 
 template <class T> EMU_NOSAN inline T emu_constant_value(unsigned i) {
   const emu_constant &c = emu_self()->launch->constants[i];
-  if (!c.set) emu_fail(EMU_F_BINDING, "a function constant was not given a value", 0);
+  if (!c.set) emu_fail(EMU_F_BINDING, "a function constant was not given a value", emu_site{});
   T v;
   __builtin_memcpy(&v, &c.bits, sizeof v);
   return v;

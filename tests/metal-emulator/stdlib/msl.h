@@ -3,7 +3,7 @@
 #include "abi.h"
 #define EMU_NOSAN __attribute__((no_sanitize("thread")))
 #define EMU_INLINE inline __attribute__((always_inline))
-#define EMU_HERE int line_ = __builtin_LINE(), int col_ = __builtin_COLUMN()
+#define EMU_HERE emu_site at_ = {__builtin_FILE(), __builtin_LINE(), __builtin_COLUMN()}
 namespace msl {
 #include "scalar.h"
 #include "swizzle.h"
@@ -19,7 +19,7 @@ namespace metal {
 // Keywords and macros, last.
 #define EMU_TG(site, name, dims, ...) \
   typedef __VA_ARGS__ emu_tg_##site dims; \
-  emu_tg_##site &name = *(emu_tg_##site *)emu_tg_variable(site, sizeof(emu_tg_##site), alignof(emu_tg_##site), #name, __LINE__)
+  emu_tg_##site &name = *(emu_tg_##site *)emu_tg_variable(site, sizeof(emu_tg_##site), alignof(emu_tg_##site), #name, emu_site{__FILE__, __LINE__, 0})
 #define device
 #define threadgroup
 #define thread

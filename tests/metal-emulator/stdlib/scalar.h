@@ -46,9 +46,15 @@ struct bfloat {
 };
 typedef bfloat bfloat16_t;
 
-template <class To, class From> constexpr EMU_INLINE To as_type(From f) {
+template <class To, class From> constexpr EMU_INLINE To as_type(const From &f) {
   static_assert(sizeof(To) == sizeof(From), "as_type: the two types differ in size");
-  return __builtin_bit_cast(To, f);
+  if constexpr (__is_trivially_copyable(To) && __is_trivially_copyable(From)) {
+    return __builtin_bit_cast(To, f);
+  } else {
+    To t;
+    __builtin_memcpy((void *)&t, (const void *)&f, sizeof t);
+    return t;
+  }
 }
 constexpr EMU_INLINE half operator""h(long double v) { return half(v); }
 constexpr EMU_INLINE half operator""h(unsigned long long v) { return half(v); }

@@ -2,9 +2,17 @@
 template <class T, int N> struct vec;
 template <class T> struct emu_same { typedef T type; };
 template <class T> using emu_same_t = typename emu_same<T>::type;
+#ifdef EMU_CHECKED  // a copy that is no plain memory copy: the compiler then checks the address against the type
+#define EMU_VEC_COPY \
+  EMU_INLINE vec(const vec &o) { __builtin_memcpy(emu_e, o.emu_e, sizeof emu_e); } \
+  EMU_INLINE vec &operator=(const vec &o) { __builtin_memcpy(emu_e, o.emu_e, sizeof emu_e); return *this; }
+#else
+#define EMU_VEC_COPY
+#endif
 #define EMU_VEC_COMMON(N) \
   typedef T scalar; \
   vec() = default; \
+  EMU_VEC_COPY \
   constexpr EMU_INLINE T &operator[](int i) { return emu_e[i]; } \
   constexpr EMU_INLINE const T &operator[](int i) const { return emu_e[i]; } \
   EMU_INLINE vec(T s) { for (int i = 0; i < N; i++) emu_e[i] = s; } \
