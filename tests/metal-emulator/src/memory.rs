@@ -65,6 +65,9 @@ impl Copy {
                 WRITE => start.write_bytes(POISON, len),
                 _ => start.copy_from_nonoverlapping(data.as_ptr(), len),
             }
+            if kind == READ {
+                libc::mprotect(first.cast(), body, libc::PROT_READ);
+            }
             Self {
                 pages,
                 shadow,
