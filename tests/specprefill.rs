@@ -6,14 +6,15 @@ use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 use candle_specprefill::mtp::{prefill, PrefillOptions};
+use candle_specprefill::ops::attention::reference_probabilities;
 use candle_specprefill::ops::Context;
-use candle_specprefill::qwen3_5::Keep;
+use candle_specprefill::qwen3_5::{Capture, Keep, Model, Rows, Wanted};
 use candle_specprefill::specprefill::{
-    admit, kept_rows, score, select, select_chunks, union, Keep as KeepRows, Kept, Policy, Reason,
-    Required, Role, Rule, Scores, Settings, Span,
+    admit, kept_rows, select, select_chunks, union, AttentionScorer, Join, Keep as KeepRows, Kept,
+    Policy, Reason, Required, Role, Rule, Scorer, ScorerInput, Scores, Scoring, Settings, Span,
 };
 use proptest::prelude::*;
-use support::{distance, feed, ids, load, logits, same_bits, same_contents, tensors};
+use support::{distance, feed, ids, load, logits, same_bits, same_contents, tensors, values};
 
 fn selected(importance: &[f32], keep: f64, tail: usize) -> Vec<u32> {
     let settings = Settings {
@@ -140,8 +141,7 @@ fn what_must_be_kept_is_kept_and_reported() {
     }));
     let scores = Scores {
         importance: vec![0.0; 905],
-        prefill_s: 0.0,
-        lookahead_s: 0.0,
+        ..Default::default()
     };
     let settings = |keep: f64| Settings {
         keep: keep.into(),
@@ -205,19 +205,11 @@ fn refusals_say_why() {
     assert_eq!(admit(&s, true, 9000, &overlapping), Reason::Admitted);
     for bad in [
         Settings {
-            pool: 12,
-            ..s.clone()
-        },
-        Settings {
             keep: 0.0.into(),
             ..s.clone()
         },
         Settings {
             chunk: 0,
-            ..s.clone()
-        },
-        Settings {
-            lookahead: 0,
             ..s.clone()
         },
     ] {
@@ -227,14 +219,23 @@ fn refusals_say_why() {
 }
 
 /// The golden runs the paper's own code: the last prompt token's query comes first.
-fn paper(pool: usize) -> Settings {
-    Settings {
-        lookahead: 4,
+fn paper(pool: usize) -> AttentionScorer {
+    AttentionScorer {
+        window: 1,
+        lookahead: 3,
         pool,
-        first_query_is_prompt_end: true,
-        prefill_chunk: 16,
         ..Default::default()
     }
+}
+
+fn scored(model: &Model, tokens: &[u32], scorer: &dyn Scorer) -> Scores {
+    let input = ScorerInput {
+        draft: model,
+        cx: &Context::default(),
+        tokens,
+        prefill_chunk: 16,
+    };
+    scorer.score(&input, &mut |_| {}).unwrap()
 }
 
 #[test]
@@ -244,8 +245,15 @@ fn scores_equal_the_papers_recipe() {
     let tokens = ids(&g["input_ids"]);
     for (pool, key) in [(1, "importance.pool0"), (13, "importance.pool13")] {
         let mut cache = model.new_cache().unwrap();
-        let cx = Context::default();
-        let scores = score(&model, &cx, &mut cache, &tokens, &paper(pool), &mut |_| {}).unwrap();
+        let input = ScorerInput {
+            draft: &model,
+            cx: &Context::default(),
+            tokens: &tokens,
+            prefill_chunk: 16,
+        };
+        let scores = paper(pool)
+            .score_into(&input, &mut cache, &mut |_| {})
+            .unwrap();
         let ours = Tensor::new(scores.importance.as_slice(), &candle_core::Device::Cpu).unwrap();
         let d = distance(&ours, &g[key]);
         assert!(d < 2e-6, "{key}: {d}");
@@ -254,7 +262,7 @@ fn scores_equal_the_papers_recipe() {
                 keep: KeepRows::Fraction(keep),
                 chunk,
                 tail: 0,
-                ..paper(pool)
+                ..Default::default()
             };
             let kept = kept_rows(&select_chunks(&scores.importance, &[], &settings), &[]);
             let name = if pool == 1 { 0 } else { pool };
@@ -269,6 +277,174 @@ fn scores_equal_the_papers_recipe() {
         assert!(same_contents(&cache, &clean));
         assert_eq!((cache.rows(), cache.next_position()), (70, 70));
     }
+}
+
+/// Window queries by definition: each row's attention over the keys up to its own, layer by layer, head by head.
+fn by_definition(
+    model: &Model,
+    tokens: &[u32],
+    s: &AttentionScorer,
+    layers: Range<usize>,
+) -> Vec<f32> {
+    let (mut cache, mut capture) = (model.new_cache().unwrap(), Capture::default());
+    let n = tokens.len();
+    let positions: Vec<u32> = (0..n as u32).collect();
+    let rows = Rows {
+        cache: &mut cache,
+        tokens,
+        positions: &positions,
+        keep: Keep::Commit,
+    };
+    let cx = Context::default();
+    model
+        .forward_capturing(&cx, rows, Wanted::All, &mut capture)
+        .unwrap();
+    let mut out = vec![0f32; n];
+    for (i, row) in (n - s.window..n).enumerate() {
+        let mut best = vec![0f32; n];
+        for layer in layers.clone() {
+            let q = capture.queries[layer].narrow(0, row, 1).unwrap();
+            let (k, _) = cache.keys(layer).unwrap();
+            let scale = (q.dims()[2] as f32).powf(-0.5);
+            let p = reference_probabilities(&q, k, row + 1, scale).unwrap();
+            for head in values(&p).chunks_exact(row + 1) {
+                for (at, best) in best.iter_mut().enumerate() {
+                    let around = at.saturating_sub(s.pool / 2)..at + s.pool / 2 + 1;
+                    let around = around.map(|j| head.get(j).copied().unwrap_or(0.0));
+                    *best = best.max(match s.pooling {
+                        Join::Mean => around.sum::<f32>() / s.pool as f32,
+                        Join::Max => around.fold(0.0, f32::max),
+                    });
+                }
+            }
+        }
+        for (out, b) in out.iter_mut().zip(best) {
+            let b = if s.late_queries_weigh_more {
+                b * (i + 1) as f32 / s.window as f32
+            } else {
+                b
+            };
+            *out = if s.queries == Join::Max {
+                out.max(b)
+            } else {
+                *out + b / s.window as f32
+            };
+        }
+    }
+    out
+}
+
+#[test]
+fn windows_score_as_defined_and_early_stops_run_no_later_layer() {
+    let model = load("dense", DType::F32);
+    let tokens: Vec<u32> = (0..90).map(|i| (i * i * 7 + i) % 256).collect();
+    let window = AttentionScorer {
+        window: 11,
+        ..AttentionScorer::tail_window()
+    };
+    let maxima = AttentionScorer {
+        lookahead: 0,
+        window: 20,
+        pool: 9,
+        skip_layers: 0.5,
+        ..AttentionScorer::spec_pc()
+    };
+    let first = AttentionScorer {
+        layers: Some(1),
+        ..window.clone()
+    };
+    for (scorer, layers) in [(window, 0..2), (maxima, 1..2), (first.clone(), 0..1)] {
+        let got = scored(&model, &tokens, &scorer).importance;
+        let want = by_definition(&model, &tokens, &scorer, layers);
+        let d = got
+            .iter()
+            .zip(&want)
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, f32::max);
+        assert!(d < 2e-6, "{scorer:?}: {d}");
+    }
+    let cx = Context::default();
+    let input = ScorerInput {
+        draft: &model,
+        cx: &cx,
+        tokens: &tokens,
+        prefill_chunk: 16,
+    };
+    first.score(&input, &mut |_| {}).unwrap();
+    let routes = cx.routes().snapshot();
+    assert!(!routes.contains_key("attention/cpu/f32"), "{routes:?}");
+}
+
+#[test]
+fn every_scorer_is_reproducible_and_names_itself() {
+    let model = load("dense", DType::F32);
+    let tokens: Vec<u32> = (0..100).map(|i| (i * 31) % 256).collect();
+    let mut names = std::collections::HashSet::new();
+    for name in [
+        "look-ahead",
+        "tail-window",
+        "spec-pc",
+        "random",
+        "random:7",
+        "uniform",
+    ] {
+        let scoring: Scoring = name.parse().unwrap();
+        let scores = scored(&model, &tokens, scoring.scorer());
+        assert_eq!(scores.importance.len(), 100);
+        assert_eq!(
+            scores.importance,
+            scored(&model, &tokens, &scoring).importance
+        );
+        assert!(names.insert(Scorer::id(&scoring)), "{name}");
+        let json = serde_json::to_string(&scoring).unwrap();
+        assert_eq!(serde_json::from_str::<Scoring>(&json).unwrap(), scoring);
+        // Keeping everything is dense, whoever scores.
+        let settings = Settings {
+            keep: 1.0.into(),
+            scorer: scoring,
+            ..Default::default()
+        };
+        let kept = select(&scores, &[], &settings).kept;
+        assert_eq!(kept, (0..100).collect::<Vec<u32>>());
+    }
+    assert!("best".parse::<Scoring>().is_err());
+    let bad = [
+        AttentionScorer {
+            pool: 12,
+            ..Default::default()
+        },
+        AttentionScorer {
+            lookahead: 0,
+            ..Default::default()
+        },
+        AttentionScorer {
+            layers: Some(1),
+            ..Default::default()
+        },
+        AttentionScorer {
+            skip_layers: 1.0,
+            ..Default::default()
+        },
+    ];
+    for scorer in bad {
+        assert!(scorer.validate().is_err(), "{scorer:?}");
+    }
+    assert!(serde_json::from_str::<Scoring>(r#"{"attention": {"pol": 1}}"#).is_err());
+}
+
+#[test]
+fn uniform_chunks_are_spread() {
+    let model = load("dense", DType::F32);
+    let tokens = vec![1; 32 * 64];
+    let scores = scored(&model, &tokens, &Scoring::Uniform);
+    let settings = Settings {
+        keep: 0.25.into(),
+        tail: 0,
+        ..Default::default()
+    };
+    let chunks = select_chunks(&scores.importance, &[], &settings);
+    let kept: Vec<usize> = (0..64).filter(|i| chunks[*i].kept.is_some()).collect();
+    assert_eq!(kept, (0..64).step_by(4).collect::<Vec<_>>());
 }
 
 #[test]

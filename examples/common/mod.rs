@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use candle_core::DType;
 use candle_specprefill::pipeline::{GenerateOptions, Message, SpecPrefillPipeline};
-use candle_specprefill::specprefill::Keep;
+use candle_specprefill::specprefill::{Keep, Scoring};
 use clap::{Args, ValueEnum};
 use serde::Deserialize;
 
@@ -142,6 +142,9 @@ pub struct GenerateArgs {
     /// first token)
     #[arg(long, default_value = "0.2")]
     pub keep: Keep,
+    /// What scores prompt tokens: look-ahead, tail-window, spec-pc, random or uniform
+    #[arg(long, default_value = "look-ahead")]
+    pub scorer: Scoring,
     /// Use SpecPrefill for prompts of more tokens than this
     #[arg(long, default_value_t = 8192)]
     pub threshold: usize,
@@ -168,6 +171,7 @@ impl GenerateArgs {
         options.sampling.seed = self.seed;
         options.specprefill.enabled = !self.no_specprefill;
         options.specprefill.keep = self.keep;
+        options.specprefill.scorer = self.scorer.clone();
         options.specprefill.threshold = self.threshold;
         options
     }

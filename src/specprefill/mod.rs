@@ -3,8 +3,9 @@
 //! Lossy by design: the target never sees what is dropped, so what was dropped, and why, is always reported.
 
 mod admit;
+mod attention;
 mod keep;
-mod score;
+mod scorer;
 mod select;
 mod settings;
 mod spans;
@@ -13,13 +14,14 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ops::Context;
 use crate::qwen3_5::Model;
 
 pub use admit::{admit, Reason};
+pub use attention::{AttentionScorer, Join};
 pub use keep::{Costs, Keep};
-pub use score::{score, Scores};
+pub use scorer::{Scorer, ScorerInput, Scores, Scoring};
 pub use select::{kept_rows, select_chunks, Chunk, Kept};
 pub use settings::Settings;
 pub use spans::{union, Policy, Required, Role, Rule, Span};
@@ -91,8 +93,43 @@ pub fn choose(
     settings: &Settings,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Selection> {
-    let mut cache = draft.new_cache()?;
-    let scores = score(draft, cx, &mut cache, tokens, settings, progress)?;
+    choose_by(
+        settings.scorer.scorer(),
+        draft,
+        cx,
+        tokens,
+        required,
+        settings,
+        progress,
+    )
+}
+
+/// [`choose`] by a scorer of one's own.
+pub fn choose_by(
+    scorer: &dyn Scorer,
+    draft: &Model,
+    cx: &Context,
+    tokens: &[u32],
+    required: &[Required],
+    settings: &Settings,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Selection> {
+    settings.validate()?;
+    scorer.validate()?;
+    let input = ScorerInput {
+        draft,
+        cx,
+        tokens,
+        prefill_chunk: settings.prefill_chunk,
+    };
+    let scores = scorer.score(&input, progress)?;
+    if scores.importance.len() != tokens.len() {
+        return Err(Error::Draft(format!(
+            "the scorer gave {} scores for {} tokens",
+            scores.importance.len(),
+            tokens.len()
+        )));
+    }
     Ok(select(&scores, required, settings))
 }
 

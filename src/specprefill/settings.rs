@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Keep, Policy};
+use super::{Keep, Policy, Scorer, Scoring};
 use crate::error::{Error, Result};
 
 /// How rows are chosen.
@@ -17,10 +17,8 @@ pub struct Settings {
     pub threshold: usize,
     /// Tokens of a chunk.
     pub chunk: usize,
-    /// Width of the average pool over scores; odd.
-    pub pool: usize,
-    /// Queries that score.
-    pub lookahead: usize,
+    /// What scores.
+    pub scorer: Scoring,
     /// Tokens at the end that are always kept.
     pub tail: usize,
     /// Chunks on either side of a chunk kept for its score that are kept too, within the budget.
@@ -29,9 +27,6 @@ pub struct Settings {
     pub policy: Policy,
     /// Rows per pass of the draft's prefill.
     pub prefill_chunk: usize,
-    /// Whether the last prompt token's query is the first that scores, as in the paper's own code. Otherwise all queries
-    /// come from look-ahead tokens.
-    pub first_query_is_prompt_end: bool,
 }
 
 impl Default for Settings {
@@ -41,13 +36,11 @@ impl Default for Settings {
             keep: Keep::default(),
             threshold: 8192,
             chunk: 32,
-            pool: 13,
-            lookahead: 8,
+            scorer: Scoring::default(),
             tail: 512,
             neighbours: 0,
             policy: Policy::default(),
             prefill_chunk: 512,
-            first_query_is_prompt_end: false,
         }
     }
 }
@@ -60,21 +53,12 @@ impl Settings {
             false => Err(Error::Option { name, what }),
         };
         self.keep.validate()?;
-        check(
-            "pool",
-            self.pool % 2 == 1,
-            format!("{} must be odd: an even pool would shift scores", self.pool),
-        )?;
+        self.scorer.validate()?;
         check(
             "prefill-chunk",
             self.prefill_chunk > 0,
             "0 must be at least 1".into(),
         )?;
-        check("chunk", self.chunk > 0, "0 must be at least 1".into())?;
-        check(
-            "lookahead",
-            self.lookahead > 0,
-            "0 must be at least 1".into(),
-        )
+        check("chunk", self.chunk > 0, "0 must be at least 1".into())
     }
 }
