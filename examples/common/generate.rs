@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::io::Write;
 
 use anyhow::Result;
+use candle_specprefill::mtp::Depth;
 use candle_specprefill::pipeline::{
     Event, GenerateOptions, Message, SpecPrefillPipeline, Stage, Usage,
 };
@@ -100,7 +101,7 @@ fn answer(
     let compare = if cli.compare {
         let mut plain = options.clone();
         plain.specprefill.enabled = false;
-        plain.mtp_depth = 0;
+        plain.mtp_depth = Depth::Off;
         Some(generate(
             &pipeline,
             &messages,
@@ -176,7 +177,7 @@ fn summary(answer: &Answer, compare: Option<&Answer>, err: &mut dyn Write) -> Re
     };
     if compare.is_some() {
         row("", &|usage| {
-            let off = !usage.specprefill.admitted && usage.mtp.depth == 0;
+            let off = !usage.specprefill.admitted && usage.mtp.stats.depth == 0;
             (if off { "both off" } else { "as asked" }).into()
         })?;
     }
@@ -202,16 +203,26 @@ fn summary(answer: &Answer, compare: Option<&Answer>, err: &mut dyn Write) -> Re
         format!("{:.1} tok/s", u.generation_tokens_per_second)
     })?;
     row("tokens per cycle", &|u| {
-        format!("{:.2}", u.mtp.tokens_per_cycle)
+        format!("{:.2}", u.mtp.stats.tokens_per_cycle)
     })?;
     row("accepted by depth", &|u| {
-        if u.mtp.drafted.is_empty() {
+        if u.mtp.stats.drafted.is_empty() {
             return "-".into();
         }
-        let shares = u.mtp.drafted.iter().zip(&u.mtp.accepted);
+        let shares = u.mtp.stats.drafted.iter().zip(&u.mtp.stats.accepted);
         let shares: Vec<String> = shares.map(|(d, a)| format!("{a}/{d}")).collect();
         shares.join(" ")
     })?;
+    row("copied tokens", &|u| {
+        format!("{} of {}", u.mtp.stats.sources.copy, u.mtp.stats.copied)
+    })?;
+    row("cycles by depth", &|u| {
+        let counts: Vec<String> = u.mtp.stats.depths.iter().map(u64::to_string).collect();
+        counts.join(" ")
+    })?;
+    if let Some(note) = &answer.usage.mtp.note {
+        writeln!(err, "MTP: {note}")?;
+    }
     writeln!(err, "SpecPrefill: {}", answer.usage.specprefill.reason)?;
     writeln!(err, "routes:")?;
     for (route, calls) in &answer.usage.routes {

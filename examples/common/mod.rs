@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use candle_core::DType;
+use candle_specprefill::mtp::Depth;
 use candle_specprefill::pipeline::{GenerateOptions, Message, SpecPrefillPipeline};
 use candle_specprefill::specprefill::{Keep, Scoring};
 use clap::{Args, ValueEnum};
@@ -151,9 +152,35 @@ pub struct GenerateArgs {
     /// Read the whole prompt with the target
     #[arg(long)]
     pub no_specprefill: bool,
-    /// Tokens drafted per cycle by the MTP head; 0 is off
-    #[arg(long, default_value_t = 3, value_name = "0..8")]
-    pub mtp_depth: usize,
+    /// Tokens drafted per cycle by the MTP head: a number (0 is off), or `auto` for as many as pay
+    #[arg(long, default_value = "auto", value_name = "0..8|auto", value_parser = depth)]
+    pub mtp_depth: Depth,
+    /// Do not copy drafts from prompt and text
+    #[arg(long)]
+    pub no_copy: bool,
+    /// Divide logits of tokens that prompt or text have; 1 is off
+    #[arg(long, default_value_t = 1.0)]
+    pub repetition_penalty: f32,
+    /// Take this from logits of tokens that the text has
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    pub presence_penalty: f32,
+    /// Take this from a token's logit as often as the text has it
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    pub frequency_penalty: f32,
+    /// End the answer before this text; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+}
+
+fn depth(text: &str) -> std::result::Result<Depth, String> {
+    match text {
+        "auto" => Ok(Depth::default()),
+        "0" => Ok(Depth::Off),
+        number => number
+            .parse()
+            .map(Depth::Fixed)
+            .map_err(|_| "must be a number from 0 (off) to 8, or auto".into()),
+    }
 }
 
 impl GenerateArgs {
@@ -162,6 +189,8 @@ impl GenerateArgs {
         let mut options = GenerateOptions {
             max_tokens: self.max_tokens,
             mtp_depth: self.mtp_depth,
+            copy: !self.no_copy,
+            stop: self.stop.clone(),
             ..Default::default()
         };
         options.sampling.temperature = self.temperature;
@@ -169,6 +198,9 @@ impl GenerateArgs {
         options.sampling.top_k = self.top_k;
         options.sampling.min_p = self.min_p;
         options.sampling.seed = self.seed;
+        options.sampling.repetition_penalty = self.repetition_penalty;
+        options.sampling.presence_penalty = self.presence_penalty;
+        options.sampling.frequency_penalty = self.frequency_penalty;
         options.specprefill.enabled = !self.no_specprefill;
         options.specprefill.keep = self.keep;
         options.specprefill.scorer = self.scorer.clone();

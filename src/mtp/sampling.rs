@@ -11,8 +11,8 @@ use crate::error::{Error, Result};
 /// Below it, dividing logits by the temperature would leave f32's range; such draws are greedy ones anyway.
 const MIN_TEMPERATURE: f32 = 1e-6;
 
-/// How tokens are drawn. Filters apply in this order: temperature, top-k, top-p, min-p.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+/// How tokens are drawn. Filters apply in this order: penalties, logit bias, temperature, top-k, top-p, min-p.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Sampling {
     /// 0 takes the most likely token, always; above it, logits are divided by it.
@@ -23,6 +23,15 @@ pub struct Sampling {
     pub top_p: f32,
     /// Keeps tokens at least `min_p` times as likely as the most likely; 0 keeps all.
     pub min_p: f32,
+    /// Divides positive and multiplies negative logits of tokens that the prompt or the text has (Keskar et al., 2019); 1 is
+    /// off.
+    pub repetition_penalty: f32,
+    /// Taken from the logits of tokens that the generated text has.
+    pub presence_penalty: f32,
+    /// Taken from a token's logit as often as the generated text has it.
+    pub frequency_penalty: f32,
+    /// Added to single tokens' logits; `-inf` forbids one.
+    pub logit_bias: Vec<(u32, f32)>,
     /// The same seed gives the same text.
     pub seed: u64,
 }
@@ -34,6 +43,10 @@ impl Default for Sampling {
             top_k: 0,
             top_p: 1.0,
             min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: vec![],
             seed: 0,
         }
     }
@@ -63,19 +76,74 @@ impl Sampling {
             "min-p",
             (0.0..=1.0).contains(&p),
             format!("{p} must be in [0, 1]"),
-        )
+        )?;
+        let p = self.repetition_penalty;
+        check(
+            "repetition-penalty",
+            p.is_finite() && p > 0.0,
+            format!("{p} must be above 0; 1 is off"),
+        )?;
+        for (name, p) in [
+            ("presence-penalty", self.presence_penalty),
+            ("frequency-penalty", self.frequency_penalty),
+        ] {
+            check(name, p.is_finite(), format!("{p} must be a number"))?;
+        }
+        let bad = self
+            .logit_bias
+            .iter()
+            .find(|(_, b)| b.is_nan() || *b == f32::INFINITY);
+        match bad {
+            None => Ok(()),
+            Some((token, bias)) => check(
+                "logit-bias",
+                false,
+                format!("{bias} of token {token} must be a number or -inf"),
+            ),
+        }
     }
 
-    /// Draws the token that stands at `position`. Ties go to the lowest id; a NaN among the logits, or nothing above
-    /// -inf, is an error.
+    /// Draws the token that stands at `position` from logits that the history has adjusted. Ties go to the lowest id; a NaN
+    /// among the logits, or nothing above -inf, is an error.
     pub fn draw(&self, logits: &[f32], position: u32) -> Result<u32> {
         let best = argmax(logits)?;
-        if self.temperature == 0.0 || self.top_k == 1 {
+        let Some(kept) = self.weights(logits, best) else {
             return Ok(best);
-        }
+        };
+        let noisy = kept.iter().map(|(token, w)| {
+            let score = *w as f64 + gumbel(self.seed, position, *token);
+            (*token, score)
+        });
+        let drawn = noisy.fold((best, f64::NEG_INFINITY), |a, b| {
+            match b.1 > a.1 || (b.1 == a.1 && b.0 < a.0) {
+                true => b,
+                false => a,
+            }
+        });
+        Ok(drawn.0)
+    }
+
+    /// The filtered distribution, by token id.
+    pub(crate) fn distribution(&self, logits: &[f32]) -> Result<Vec<(u32, f64)>> {
+        let best = argmax(logits)?;
+        let Some(kept) = self.weights(logits, best) else {
+            return Ok(vec![(best, 1.0)]);
+        };
+        let mut all: Vec<(u32, f64)> = kept
+            .into_iter()
+            .map(|(token, w)| (token, (w as f64).exp()))
+            .collect();
+        let total: f64 = all.iter().map(|(_, w)| w).sum();
+        all.iter_mut().for_each(|(_, w)| *w /= total);
+        all.sort_unstable_by_key(|(token, _)| *token);
+        Ok(all)
+    }
+
+    /// The tokens that the filters leave, with their log-weights over that of `best`; `None` when it is `best` alone.
+    fn weights(&self, logits: &[f32], best: u32) -> Option<Vec<(u32, f32)>> {
         let top = logits[best as usize];
-        if top == f32::INFINITY {
-            return Ok(best);
+        if self.temperature == 0.0 || self.top_k == 1 || top == f32::INFINITY {
+            return None;
         }
         let inverse = 1.0 / self.temperature;
         let log_weight = |l: f32| (l - top) * inverse;
@@ -104,17 +172,14 @@ impl Sampling {
             let least = self.min_p.ln();
             kept.retain(|(_, w)| *w >= least);
         }
-        let noisy = kept.iter().map(|(token, w)| {
-            let score = *w as f64 + gumbel(self.seed, position, *token);
-            (*token, score)
-        });
-        let drawn = noisy.fold((best, f64::NEG_INFINITY), |a, b| {
-            match b.1 > a.1 || (b.1 == a.1 && b.0 < a.0) {
-                true => b,
-                false => a,
-            }
-        });
-        Ok(drawn.0)
+        Some(kept)
+    }
+
+    /// A number in 0..1 for a purpose at a position, from the seed.
+    pub(crate) fn uniform(&self, purpose: u64, position: u32) -> f64 {
+        let counter = purpose << 32 | position as u64;
+        let bits = mix(mix(self.seed ^ 0x3c6e_f372_fe94_f82b).wrapping_add(mix(counter)));
+        (bits >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 
@@ -193,10 +258,16 @@ mod tests {
             seed: 7,
             ..Default::default()
         };
-        chi_squared(base, &logits, &softmax(&|_| true, 0.8));
-        let top_k = Sampling { top_k: 3, ..base };
+        chi_squared(base.clone(), &logits, &softmax(&|_| true, 0.8));
+        let top_k = Sampling {
+            top_k: 3,
+            ..base.clone()
+        };
         chi_squared(top_k, &logits, &softmax(&|i| [3, 7, 0].contains(&i), 0.8));
-        let top_p = Sampling { top_p: 0.6, ..base };
+        let top_p = Sampling {
+            top_p: 0.6,
+            ..base.clone()
+        };
         chi_squared(top_p, &logits, &softmax(&|i| [3, 7].contains(&i), 0.8));
         let min_p = Sampling { min_p: 0.2, ..base };
         chi_squared(
@@ -217,7 +288,7 @@ mod tests {
             seed: 3,
             ..Default::default()
         };
-        chi_squared(both, &logits, &[0.625, 0.375, 0.0, 0.0]);
+        chi_squared(both.clone(), &logits, &[0.625, 0.375, 0.0, 0.0]);
         let three = Sampling {
             top_k: 3,
             top_p: 0.8,

@@ -1,26 +1,50 @@
-//! A decoding: cycles of draft, verify, accept. Whatever the depth, the tokens are those of plain decoding.
+//! One sequence being decoded: what it has emitted, what its draft head has seen, and how deep it drafts.
 
-use std::time::Instant;
-
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
+use super::controller::{Controller, Depth};
+use super::cycle::{self, Step};
+use super::history::{History, LogitsProcessor};
+use super::ngram::Drafter;
 use super::sampling::Sampling;
 use super::stats::DecodeStats;
 use crate::error::{Error, Result};
 use crate::ops::Context;
-use crate::qwen3_5::{Cache, DraftRows, Keep, Model, Rows};
+use crate::qwen3_5::{Cache, DraftRows, Model};
 
-/// The most drafts per cycle.
-const MAX_DEPTH: usize = 15;
+/// Rows that the draft head may lag behind while nobody drafts; then it sees them in one pass, keys and values alone.
+const LAG: usize = 64;
+
+/// How drafts are judged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Acceptance {
+    /// A draft is right when plain decoding would have drawn it; drafts are drawn with the same noise. The text is plain
+    /// decoding's at every depth.
+    #[default]
+    Coupled,
+    /// Block verification (arXiv 2403.10444): the text follows the same distribution, but is another one at another depth.
+    /// The same as `Coupled` at temperature 0.
+    Block,
+}
 
 /// How a session decodes.
-#[derive(Clone, Debug)]
+#[derive(Default)]
 pub struct SessionOptions {
-    /// Drafts per cycle; 0 decodes plainly. A model without a draft head always does.
-    pub depth: usize,
+    /// Drafts per cycle. A model without a draft head decodes plainly, and copies where `drafter` proposes.
+    pub depth: Depth,
+    /// How drafts are judged.
+    pub acceptance: Acceptance,
     /// How tokens are drawn.
     pub sampling: Sampling,
+    /// Changes logits by what was generated.
+    pub processor: Option<LogitsProcessor>,
+    /// Proposes tokens beside the draft head; [`NGram`](super::NGram) copies from prompt and text. Its proposal is taken
+    /// where it is longer than what the head would draft.
+    pub drafter: Option<Box<dyn Drafter>>,
+    /// The prompt, for repetition penalty and drafter; may be left empty without them.
+    pub prompt: Vec<u32>,
     /// Tokens that end the text. The one that did is emitted.
     pub stop_tokens: Vec<u32>,
     /// The most tokens to emit.
@@ -31,30 +55,41 @@ pub struct SessionOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
-    /// A stop token (or, in the pipeline, a stop string).
+    /// A stop token or a stop string.
     Stop,
     /// `max_tokens`, or the model's last position.
     Length,
 }
 
 /// Rows of the trunk whose next token is known and that the draft head has not seen.
-struct Unfed {
-    hidden: Tensor,
-    tokens: Vec<u32>,
-    positions: Vec<u32>,
+pub(super) struct Unfed {
+    pub hidden: Tensor,
+    pub tokens: Vec<u32>,
+    pub positions: Vec<u32>,
+}
+
+impl Unfed {
+    pub fn clear(&mut self) {
+        self.tokens.clear();
+        self.positions.clear();
+    }
 }
 
 /// One sequence being decoded.
 pub struct Session {
-    cache: Cache,
-    options: SessionOptions,
+    pub(super) cache: Cache,
+    pub(super) options: SessionOptions,
+    pub(super) controller: Option<Controller>,
+    pub(super) history: History,
     /// The last emitted token: it is in no cache yet.
-    next: u32,
-    first_is_out: bool,
-    unfed: Unfed,
-    emitted: usize,
-    finished: Option<FinishReason>,
-    stats: DecodeStats,
+    pub(super) next: u32,
+    pub(super) first_is_out: bool,
+    /// Whether the draft head is kept complete.
+    pub(super) head: bool,
+    pub(super) unfed: Unfed,
+    pub(super) emitted: usize,
+    pub(super) finished: Option<FinishReason>,
+    pub(super) stats: DecodeStats,
 }
 
 impl Session {
@@ -67,13 +102,7 @@ impl Session {
         mut options: SessionOptions,
     ) -> Result<Self> {
         options.sampling.validate()?;
-        if options.depth > MAX_DEPTH {
-            let what = format!("{} is more than {MAX_DEPTH}", options.depth);
-            return Err(Error::Option {
-                name: "mtp-depth",
-                what,
-            });
-        }
+        options.depth.validate()?;
         if options.max_tokens == 0 {
             let what = "must be at least 1".into();
             return Err(Error::Option {
@@ -82,20 +111,33 @@ impl Session {
             });
         }
         if !model.has_mtp() {
-            options.depth = 0;
+            options.depth = Depth::Off;
         }
         let position = cache.next_position();
-        let next = draw(model, cx, last_hidden, &options.sampling, position)?[0];
         let row = position
             .checked_sub(1)
             .ok_or_else(|| Error::Prompt("empty: nothing was prefilled".into()))?;
-        let stats = DecodeStats {
-            depth: options.depth,
+        let mut history = History::new(&options.prompt);
+        let logits = cycle::logits(model, cx, last_hidden)?;
+        let mut logits = logits.into_iter().next().unwrap_or_default();
+        let next = cycle::draw(&options, &history, &mut logits, position)?;
+        history.push(next);
+        let controller = match options.depth {
+            Depth::Adaptive { max } if max > 0 => Some(Controller::new(max)),
+            _ => None,
+        };
+        let mut stats = DecodeStats {
+            depth: options.depth.max(),
+            primed_rows: cache.draft_rows() as u64,
             ..Default::default()
         };
+        stats.sources.first = 1;
         Ok(Self {
+            head: options.depth.max() > 0,
             cache,
             options,
+            controller,
+            history,
             next,
             first_is_out: false,
             unfed: Unfed {
@@ -125,84 +167,40 @@ impl Session {
     }
 
     /// Ends the session and gives back the cache and the last emitted token, which is not in it: a conversation's next
-    /// turn feeds that token first. A draft head that was used has then seen every row of the trunk.
+    /// turn feeds that token first. A draft head that was used has then seen every row of the trunk. Safe between any two
+    /// steps.
     pub fn into_parts(mut self, model: &Model, cx: &Context) -> Result<(Cache, u32)> {
-        if self.options.depth > 0 && !self.unfed.tokens.is_empty() {
-            let rows = DraftRows {
-                cache: &mut self.cache,
-                tokens: &self.unfed.tokens,
-                hidden: &self.unfed.hidden,
-                positions: &self.unfed.positions,
-            };
-            model.prime(cx, &mut [rows])?;
-        }
+        self.prime(model, cx, 0)?;
         Ok((self.cache, self.next))
     }
 
     /// The tokens of one cycle: at least one until the text has ended, then none.
     pub fn step(&mut self, model: &Model, cx: &Context) -> Result<Vec<u32>> {
-        if self.finished.is_some() {
-            return Ok(vec![]);
-        }
-        if !self.first_is_out {
-            self.first_is_out = true;
-            let mut tokens = vec![self.next];
-            self.clamp(&mut tokens);
-            return Ok(tokens);
-        }
-        let position = self.cache.next_position();
-        let limit = model.config().max_position_embeddings as u32;
-        if position >= limit {
-            self.finished = Some(FinishReason::Length);
-            return Ok(vec![]);
-        }
-        // Drafts that could not be emitted, or would stand past the last position, are not made.
-        let room =
-            (self.options.max_tokens - self.emitted - 1).min((limit - position - 1) as usize);
-        let drafts = self.drafts(model, cx, position, self.options.depth.min(room))?;
-        let start = Instant::now();
-        let tokens: Vec<u32> = std::iter::once(self.next)
-            .chain(drafts.iter().copied())
-            .collect();
-        let positions: Vec<u32> = (position..position + tokens.len() as u32).collect();
-        let hidden = model.forward(
-            cx,
-            &mut [Rows {
-                cache: &mut self.cache,
-                tokens: &tokens,
-                positions: &positions,
-                keep: Keep::Pending,
-            }],
-        )?;
-        self.stats.verify_s += start.elapsed().as_secs_f64();
-        let start = Instant::now();
-        let drawn = match draw(model, cx, &hidden, &self.options.sampling, position + 1) {
-            Ok(drawn) => drawn,
-            Err(e) => {
-                self.cache.accept(0)?;
-                return Err(e);
-            }
-        };
-        self.stats.sample_s += start.elapsed().as_secs_f64();
-        let right = drafts
-            .iter()
-            .zip(&drawn)
-            .take_while(|(d, t)| d == t)
-            .count();
-        let mut out = drawn[..=right].to_vec();
-        self.clamp(&mut out);
-        let rows = out.len();
-        self.cache.accept(rows)?;
-        // Where the text ended inside the block, nobody knows about the drafts after it.
-        let judged = if rows <= right { rows } else { drafts.len() };
-        self.stats.cycle(judged, right.min(rows), rows);
-        self.feed_later(&hidden.narrow(0, 0, rows)?, &out, &positions[..rows])?;
-        self.next = out[rows - 1];
-        Ok(out)
+        self.step_until(model, cx, &mut |_| None)
     }
 
-    /// Cuts `tokens` after the first that ends the text, and counts them.
-    fn clamp(&mut self, tokens: &mut Vec<u32>) {
+    /// [`step`](Self::step), where `ends` sees the cycle's tokens before anything is committed and may say after how many of
+    /// them (at least one) the text ends: no row after it reaches any cache.
+    pub fn step_until(
+        &mut self,
+        model: &Model,
+        cx: &Context,
+        ends: &mut dyn FnMut(&[u32]) -> Option<usize>,
+    ) -> Result<Vec<u32>> {
+        let mut steps = [Step {
+            session: self,
+            ends: Some(ends),
+        }];
+        let tokens = cycle::step_all(model, cx, &mut steps)?;
+        tokens.into_iter().next().unwrap_or_else(|| Ok(vec![]))
+    }
+
+    /// Cuts `tokens` after the first that ends the text, counts and remembers them.
+    pub(super) fn emit(
+        &mut self,
+        tokens: &mut Vec<u32>,
+        ends: impl FnOnce(&[u32]) -> Option<usize>,
+    ) {
         let stop = |t: &u32| self.options.stop_tokens.contains(t);
         if let Some(i) = tokens.iter().position(stop) {
             tokens.truncate(i + 1);
@@ -213,14 +211,24 @@ impl Session {
             tokens.truncate(room);
             self.finished = None;
         }
+        if let Some(n) = ends(tokens) {
+            tokens.truncate(n.max(1));
+            self.finished = Some(FinishReason::Stop);
+        }
         self.emitted += tokens.len();
         if self.emitted == self.options.max_tokens && self.finished.is_none() {
             self.finished = Some(FinishReason::Length);
         }
     }
 
-    fn feed_later(&mut self, hidden: &Tensor, tokens: &[u32], positions: &[u32]) -> Result<()> {
-        if self.options.depth == 0 {
+    /// Remembers rows that the draft head has not seen.
+    pub(super) fn feed_later(
+        &mut self,
+        hidden: &Tensor,
+        tokens: &[u32],
+        positions: &[u32],
+    ) -> Result<()> {
+        if !self.head {
             return Ok(());
         }
         self.unfed.hidden = match self.unfed.tokens.is_empty() {
@@ -232,79 +240,24 @@ impl Session {
         Ok(())
     }
 
-    /// Drafts up to `depth` tokens. The head first sees the trunk's own rows of the last cycle, which stay in its cache; what
-    /// it then says to itself is forgotten.
-    fn drafts(
-        &mut self,
-        model: &Model,
-        cx: &Context,
-        position: u32,
-        depth: usize,
-    ) -> Result<Vec<u32>> {
-        if depth == 0 {
-            return Ok(vec![]);
+    /// Lets the head see what it has not seen, if that is more than `allowed` rows.
+    fn prime(&mut self, model: &Model, cx: &Context, allowed: usize) -> Result<()> {
+        if !self.head || self.unfed.tokens.len() <= allowed {
+            return Ok(());
         }
-        let start = Instant::now();
         let rows = DraftRows {
             cache: &mut self.cache,
             tokens: &self.unfed.tokens,
             hidden: &self.unfed.hidden,
             positions: &self.unfed.positions,
         };
-        let out = model.draft(cx, &mut [rows])?;
-        let hidden = out.narrow(0, out.dim(0)? - 1, 1)?;
-        self.unfed.tokens.clear();
-        self.unfed.positions.clear();
-        let fed = self.cache.draft_rows();
-        let drafts = self.chain(model, cx, position, depth, hidden);
-        self.cache.truncate_draft(fed)?;
-        self.stats.draft_s += start.elapsed().as_secs_f64();
-        drafts
+        model.prime(cx, &mut [rows])?;
+        self.unfed.clear();
+        Ok(())
     }
 
-    /// Drafts from the head's output `hidden`, which predicts the token after `position`.
-    fn chain(
-        &mut self,
-        model: &Model,
-        cx: &Context,
-        position: u32,
-        depth: usize,
-        mut hidden: Tensor,
-    ) -> Result<Vec<u32>> {
-        let mut drafts = vec![];
-        loop {
-            let at = position + drafts.len() as u32;
-            let logits = model.logits(cx, &hidden)?.to_dtype(DType::F32)?;
-            let logits: Vec<f32> = logits.flatten_all()?.to_vec1()?;
-            // A head whose logits are useless costs drafts, never the text.
-            let Ok(token) = self.options.sampling.draw(&logits, at + 1) else {
-                return Ok(drafts);
-            };
-            drafts.push(token);
-            if drafts.len() == depth {
-                return Ok(drafts);
-            }
-            let rows = DraftRows {
-                cache: &mut self.cache,
-                tokens: &[token],
-                hidden: &hidden,
-                positions: &[at],
-            };
-            hidden = model.draft(cx, &mut [rows])?;
-        }
+    /// Keeps the head from lagging too far behind while nobody drafts.
+    pub(super) fn catch_up(&mut self, model: &Model, cx: &Context) -> Result<()> {
+        self.prime(model, cx, LAG)
     }
-}
-
-/// Draws a token per row of `hidden`; the first stands at `position`.
-fn draw(
-    model: &Model,
-    cx: &Context,
-    hidden: &Tensor,
-    sampling: &Sampling,
-    position: u32,
-) -> Result<Vec<u32>> {
-    let logits = model.logits(cx, hidden)?.to_dtype(DType::F32)?;
-    let rows = logits.to_vec2::<f32>()?;
-    let rows = rows.iter().zip(position..);
-    rows.map(|(row, p)| sampling.draw(row, p)).collect()
 }

@@ -8,6 +8,8 @@ use candle_core::{DType, Device};
 use super::generation::{self, Generation};
 use super::spans::{self, RenderedPrompt};
 use super::{ChatTemplate, GenerateOptions, GenerationConfig, Message, Prompt, TextTokenizer};
+use crate::mtp::check_head;
+use crate::ops::Context;
 use crate::qwen3_5::{LoadOptions, Model};
 use crate::{Error, Result};
 
@@ -18,7 +20,12 @@ pub struct Builder {
     draft: Option<PathBuf>,
     device: Device,
     dtype: DType,
+    force_mtp: bool,
 }
+
+/// What the MTP head is checked on.
+const CHECK_TEXT: &str = "The water cycle describes how water moves between the sea, the air and the land. The sun warms the sea, water \
+    rises as vapour, cools into clouds, and falls again as rain or snow. Rivers carry it back to the sea, and the cycle begins again.";
 
 impl Builder {
     /// The folder of the small model that chooses prompt tokens; it must share the target's tokenizer.
@@ -36,6 +43,12 @@ impl Builder {
     /// The dtype of activations and caches: f32 (default), bf16 or f16.
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.dtype = dtype;
+        self
+    }
+
+    /// Uses the target's MTP head even if it does no better than chance on a short text, which otherwise turns it off.
+    pub fn force_mtp(mut self, force: bool) -> Self {
+        self.force_mtp = force;
         self
     }
 
@@ -73,15 +86,40 @@ impl Builder {
                 Some(draft)
             }
         };
+        let head_fault = match self.force_mtp {
+            true => None,
+            false => head_fault(&target, &tokenizer)?,
+        };
         Ok(SpecPrefillPipeline {
             parts: Arc::new(Parts {
                 target,
+                head_fault,
                 draft,
                 tokenizer,
                 template,
                 stop_tokens,
             }),
         })
+    }
+}
+
+/// Why the target's MTP head should not be used.
+fn head_fault(target: &Model, tokenizer: &TextTokenizer) -> Result<Option<String>> {
+    let promised = target.config().mtp_num_hidden_layers > 0;
+    if !target.has_mtp() {
+        let what = "config.json promises an MTP head, but the checkpoint has no mtp.* tensors";
+        return Ok(promised.then(|| what.to_string()));
+    }
+    let vocab = target.config().vocab_size as u32;
+    let tokens: Vec<u32> = tokenizer.encode(CHECK_TEXT)?;
+    let tokens: Vec<u32> = tokens.into_iter().filter(|t| *t < vocab).collect();
+    match check_head(target, &Context::default(), &tokens)? {
+        Some(check) if !check.passed() => {
+            let advice = check.advice();
+            tracing::warn!("{advice}");
+            Ok(Some(advice))
+        }
+        _ => Ok(None),
     }
 }
 
@@ -98,6 +136,8 @@ fn check_folder(folder: &Path) -> Result<()> {
 /// What every generation reads.
 pub(super) struct Parts {
     pub target: Model,
+    /// Why the target's MTP head is not used.
+    pub head_fault: Option<String>,
     pub draft: Option<Model>,
     pub tokenizer: TextTokenizer,
     pub template: ChatTemplate,
@@ -118,6 +158,7 @@ impl SpecPrefillPipeline {
             draft: None,
             device: Device::Cpu,
             dtype: DType::F32,
+            force_mtp: false,
         }
     }
 
@@ -129,6 +170,11 @@ impl SpecPrefillPipeline {
     /// The draft, if there is one.
     pub fn draft(&self) -> Option<&Model> {
         self.parts.draft.as_ref()
+    }
+
+    /// Why the target's MTP head is not used, if it should have been.
+    pub fn head_fault(&self) -> Option<&str> {
+        self.parts.head_fault.as_deref()
     }
 
     /// The tokenizer that both models share.

@@ -9,7 +9,7 @@ use super::spans::RenderedPrompt;
 use super::{
     Event, FinishReason, GenerateOptions, MtpUsage, SpecPrefillUsage, Stage, StreamDecoder, Usage,
 };
-use crate::mtp::{self, PrefillOptions, Session, SessionOptions};
+use crate::mtp::{self, Depth, Drafter, NGram, PrefillOptions, Session, SessionOptions};
 use crate::ops::Context;
 use crate::specprefill::{self, Progress, Reason, Role, Span};
 use crate::{Error, Result};
@@ -96,9 +96,13 @@ impl Request<'_> {
             return Ok(());
         }
         let begun = Instant::now();
+        let depth = match &self.parts.head_fault {
+            Some(_) => Depth::Off,
+            None => self.options.mtp_depth,
+        };
         let mut cache = target.new_cache()?;
         let prefill = PrefillOptions {
-            prime: self.options.mtp_depth > 0,
+            prime: depth.max() > 0,
             ..Default::default()
         };
         let hidden = mtp::prefill(
@@ -113,33 +117,45 @@ impl Request<'_> {
             },
         )?;
         specprefill.prefill_s = begun.elapsed().as_secs_f64();
+        let copy = self.options.copy && self.options.mtp_depth != Depth::Off;
         let session_options = SessionOptions {
-            depth: self.options.mtp_depth,
-            sampling: self.options.sampling,
+            depth,
+            acceptance: self.options.acceptance,
+            sampling: self.options.sampling.clone(),
+            processor: self.options.processor.clone(),
+            drafter: copy.then(|| Box::new(NGram::default()) as Box<dyn Drafter>),
+            prompt: self.tokens.to_vec(),
             stop_tokens: self.parts.stop_tokens.clone(),
             max_tokens: self.options.max_tokens,
         };
         let mut session = Session::new(target, &cx, cache, &hidden, session_options)?;
         let mut answer = Answer::new(self);
         let mut first = None;
-        let mut finish_reason = FinishReason::Length;
-        loop {
-            let tokens = session.step(target, &cx)?;
-            first.get_or_insert_with(Instant::now);
-            let stopped = answer.push(&tokens)?;
-            let finished = session.finished();
-            if stopped || finished.is_some() || tokens.is_empty() {
-                if stopped {
-                    finish_reason = FinishReason::Stop;
-                } else if let Some(reason) = finished {
-                    finish_reason = reason;
+        let finish_reason = loop {
+            let mut failed = None;
+            // The answer's text decides where it ends before anything is committed.
+            let mut ends = |tokens: &[u32]| match answer.push(tokens) {
+                Ok(end) => end,
+                Err(error) => {
+                    failed = Some(error);
+                    None
                 }
-                break;
+            };
+            let tokens = session.step_until(target, &cx, &mut ends)?;
+            if let Some(error) = failed {
+                return Err(error);
+            }
+            first.get_or_insert_with(Instant::now);
+            if let Some(reason) = session.finished() {
+                break reason;
+            }
+            if tokens.is_empty() {
+                break FinishReason::Length;
             }
             if !self.send(answer.event()) {
                 return Ok(());
             }
-        }
+        };
         let end = Instant::now();
         let first = first.unwrap_or(end);
         answer.finish()?;
@@ -159,11 +175,8 @@ impl Request<'_> {
             ),
             specprefill,
             mtp: MtpUsage {
-                depth: stats.depth,
-                cycles: stats.cycles,
-                tokens_per_cycle: stats.tokens_per_cycle,
-                drafted: stats.drafted.clone(),
-                accepted: stats.accepted.clone(),
+                stats: stats.clone(),
+                note: self.parts.head_fault.clone(),
             },
             routes: cx.routes().snapshot(),
         };
@@ -275,9 +288,9 @@ impl<'a> Answer<'a> {
         }
     }
 
-    /// Adds tokens; true when a stop text is complete (tokens after it are dropped).
-    fn push(&mut self, tokens: &[u32]) -> Result<bool> {
-        for &id in tokens {
+    /// Adds tokens; after how many of them a stop text is complete, if one is (tokens after it are dropped).
+    fn push(&mut self, tokens: &[u32]) -> Result<Option<usize>> {
+        for (i, &id) in tokens.iter().enumerate() {
             self.ids.push(id);
             self.tokens += 1;
             if self.stop_tokens.contains(&id) {
@@ -287,10 +300,10 @@ impl<'a> Answer<'a> {
             self.held.push_str(&text);
             self.release();
             if self.stopped {
-                break;
+                return Ok(Some(i + 1));
             }
         }
-        Ok(self.stopped)
+        Ok(None)
     }
 
     fn release(&mut self) {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::mtp::Sampling;
+use crate::mtp::{Acceptance, Depth, LogitsProcessor, Sampling};
 use crate::specprefill::Settings;
 use crate::{Error, Result};
 
@@ -17,8 +17,14 @@ pub struct GenerateOptions {
     pub specprefill: Settings,
     /// Tokens of the prompt, as indices, that SpecPrefill may never drop. [`Message::keep`](super::Message::keep) marks text.
     pub keep: Vec<Range<usize>>,
-    /// Tokens drafted per cycle by the MTP head, at most 8; 0 is plain decoding.
-    pub mtp_depth: usize,
+    /// Tokens drafted per cycle by the MTP head: as many as pay by default.
+    pub mtp_depth: Depth,
+    /// How drafts are judged; by default the text is plain decoding's.
+    pub acceptance: Acceptance,
+    /// Whether drafts are also copied from prompt and text where those repeat.
+    pub copy: bool,
+    /// Changes logits by what was generated, for constrained decoding.
+    pub processor: Option<LogitsProcessor>,
     /// Texts that end the answer (they are not part of it).
     pub stop: Vec<String>,
 }
@@ -30,7 +36,10 @@ impl Default for GenerateOptions {
             sampling: Sampling::default(),
             specprefill: Settings::default(),
             keep: Vec::new(),
-            mtp_depth: 3,
+            mtp_depth: Depth::default(),
+            acceptance: Acceptance::default(),
+            copy: true,
+            processor: None,
             stop: Vec::new(),
         }
     }
@@ -50,9 +59,7 @@ impl GenerateOptions {
         if self.max_tokens == 0 {
             return refuse("max-tokens", "0 tokens is no answer; ask for 1 or more");
         }
-        if self.mtp_depth > 8 {
-            return refuse("mtp-depth", "must be from 0 (off) to 8");
-        }
+        self.mtp_depth.validate()?;
         if self.stop.iter().any(String::is_empty) {
             return refuse("stop", "an empty text would end every answer at once");
         }

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::mtp::DecodeStats;
 pub use crate::mtp::FinishReason;
 use crate::ops::routes::RouteCounts;
 use crate::specprefill::Keep;
@@ -55,14 +56,10 @@ pub struct SpecPrefillUsage {
 /// MTP's part of [`Usage`].
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MtpUsage {
-    /// Tokens drafted per cycle; 0 when the head is off or missing.
-    pub depth: usize,
-    /// Passes of the target after prefill.
-    pub cycles: u64,
-    /// Generated tokens per cycle.
-    pub tokens_per_cycle: f64,
-    /// Drafted tokens by depth.
-    pub drafted: Vec<u64>,
-    /// Accepted tokens by depth.
-    pub accepted: Vec<u64>,
+    /// Counts and times.
+    #[serde(flatten)]
+    pub stats: DecodeStats,
+    /// Why the head was not used, if there is something to say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
 }
