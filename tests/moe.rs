@@ -5,7 +5,7 @@ mod support;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use candle_specprefill::mtp::{prefill, PrefillOptions, Sampling, Session, SessionOptions};
+use candle_specprefill::mtp::{prefill, Depth, PrefillOptions, Sampling, Session, SessionOptions};
 use candle_specprefill::ops::Context;
 use candle_specprefill::qwen3_5::{Cache, DraftRows, Keep, LoadOptions, Model, Rows};
 use candle_specprefill::Error;
@@ -218,16 +218,16 @@ fn a_pass_reads_each_touched_expert_once() {
     assert_eq!(model.expert_bytes(), 3 * 64 * (64 / 2 + 4));
 }
 
-fn answer(model: &Model, depth: usize, sampling: Sampling) -> Vec<u32> {
+fn answer(model: &Model, depth: usize, sampling: &Sampling) -> Vec<u32> {
     let cx = Context::default();
     let mut cache = model.new_cache().unwrap();
     let (tokens, options) = (prompt(20), PrefillOptions::default());
     let last = prefill(model, &cx, &mut cache, &tokens, None, &options, &mut |_| {}).unwrap();
     let options = SessionOptions {
-        depth,
-        sampling,
-        stop_tokens: vec![],
+        depth: Depth::Fixed(depth),
+        sampling: sampling.clone(),
         max_tokens: 24,
+        ..Default::default()
     };
     let mut session = Session::new(model, &cx, cache, &last, options).unwrap();
     let mut tokens = vec![];
@@ -246,9 +246,9 @@ fn speculation_never_changes_a_token() {
             seed: 3,
             ..Default::default()
         };
-        let plain = answer(&model, 0, sampling);
+        let plain = answer(&model, 0, &sampling);
         for depth in 1..=4 {
-            assert_eq!(answer(&model, depth, sampling), plain, "{depth}");
+            assert_eq!(answer(&model, depth, &sampling), plain, "{depth}");
         }
     }
 }

@@ -181,7 +181,7 @@ fn needle_is_found_sparse_at_any_depth() {
     let (text, usage) = answer(&pipeline, messages.clone(), &options);
     assert_eq!(text, value["expected_answer"].as_str().unwrap());
     assert!(usage.specprefill.admitted && usage.kept_tokens < usage.prompt_tokens / 4);
-    options.mtp_depth = 0;
+    options.mtp_depth = candle_specprefill::mtp::Depth::Off;
     assert_eq!(answer(&pipeline, messages, &options).0, text);
 }
 
@@ -205,7 +205,7 @@ fn a_target_alone_works_and_bad_prompts_are_refused() {
         ..Default::default()
     };
     let (_, usage) = answer(&pipeline, "Tell me about tea.", &options);
-    assert_eq!(usage.mtp.depth, 0);
+    assert_eq!(usage.mtp.stats.depth, 0);
     assert!(usage.specprefill.reason.contains("no draft"));
     for prompt in [
         Prompt::Tokens(vec![]),
