@@ -20,12 +20,15 @@ const PROPOSE: u64 = 1;
 const ACCEPT: u64 = 2;
 const AFTER: u64 = 3;
 
+/// Sees a cycle's tokens before anything is committed, and may say after how many of them the text ends.
+pub type Ends<'a> = dyn FnMut(&[u32]) -> Option<usize> + 'a;
+
 /// A session that takes part in a pass.
 pub struct Step<'a> {
     /// The session.
     pub session: &'a mut Session,
     /// See [`Session::step_until`].
-    pub ends: Option<&'a mut dyn FnMut(&[u32]) -> Option<usize>>,
+    pub ends: Option<&'a mut Ends<'a>>,
 }
 
 /// One sequence's share of a cycle.

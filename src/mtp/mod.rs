@@ -12,7 +12,7 @@ mod session;
 mod stats;
 
 pub use controller::{Controller, Depth, MAX_DEPTH};
-pub use cycle::{step_all, Step};
+pub use cycle::{step_all, Ends, Step};
 pub use history::LogitsProcessor;
 pub use ngram::{Drafter, NGram};
 pub use prefill::{prefill, PrefillOptions};

@@ -4,7 +4,7 @@ use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::controller::{Controller, Depth};
-use super::cycle::{self, Step};
+use super::cycle::{self, Ends, Step};
 use super::history::{History, LogitsProcessor};
 use super::ngram::Drafter;
 use super::sampling::Sampling;
@@ -181,11 +181,11 @@ impl Session {
 
     /// [`step`](Self::step), where `ends` sees the cycle's tokens before anything is committed and may say after how many of
     /// them (at least one) the text ends: no row after it reaches any cache.
-    pub fn step_until(
-        &mut self,
+    pub fn step_until<'a>(
+        &'a mut self,
         model: &Model,
         cx: &Context,
-        ends: &mut dyn FnMut(&[u32]) -> Option<usize>,
+        ends: &'a mut Ends<'a>,
     ) -> Result<Vec<u32>> {
         let mut steps = [Step {
             session: self,
