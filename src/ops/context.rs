@@ -1,5 +1,8 @@
 //! What an op call needs beside its tensors.
 
+use std::sync::Arc;
+
+use super::launch::Launcher;
 use super::routes::Routes;
 
 /// Passed to every op: counts the routes that the calls take. Nothing is global, so two requests never mix.
@@ -12,11 +15,25 @@ use super::routes::Routes;
 #[derive(Debug, Default)]
 pub struct Context {
     routes: Routes,
+    launcher: Option<Arc<dyn Launcher>>,
 }
 
 impl Context {
+    /// A context whose ops run their Metal launches on CPU tensors through `launcher`, instead of the CPU kernels: for
+    /// tests of kernels without a Mac.
+    pub fn with_launcher(launcher: Arc<dyn Launcher>) -> Self {
+        Self {
+            launcher: Some(launcher),
+            ..Self::default()
+        }
+    }
+
     /// The counter of routes.
     pub fn routes(&self) -> &Routes {
         &self.routes
+    }
+
+    pub(crate) fn launcher(&self) -> Option<&dyn Launcher> {
+        self.launcher.as_deref()
     }
 }

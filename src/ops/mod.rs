@@ -11,6 +11,9 @@ mod context;
 mod cpu;
 pub mod gated_delta;
 pub mod gates;
+pub mod launch;
+#[cfg(feature = "metal")]
+mod metal;
 pub mod rms_norm;
 pub mod rope;
 pub mod routes;

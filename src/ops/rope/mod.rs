@@ -3,11 +3,13 @@
 //! Source: Su et al., RoFormer (arXiv 2104.09864); the partial, multi-axis (mRoPE) form is Qwen's.
 
 mod cpu;
+mod metal;
 
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor, D};
 
+use super::launch::{self, Operand};
 use super::{check, Context};
 use crate::error::{Error, Result};
 
@@ -159,6 +161,13 @@ pub fn rope(cx: &Context, x: &Tensor, positions: &Tensor, rope: &Rope) -> Result
                 rope.dims
             ),
         ));
+    }
+    if launch::wanted(cx, x) {
+        let sparse = x.stride()[2] != 1;
+        let x = if sparse { &x.contiguous()? } else { x };
+        let plan = metal::plan(rope, &Operand::of(OP, x)?, &Operand::of(OP, positions)?)?;
+        cx.routes().count(OP, "metal", dtype);
+        return launch::run_one(cx, &plan, &[x, positions]);
     }
     cx.routes().count(OP, "cpu", dtype);
     let (x, positions) = (x.contiguous()?, positions.contiguous()?);

@@ -1,0 +1,205 @@
+//! Encodes a [`Plan`] on candle's Metal device. Libraries and pipelines are compiled once per device and kept.
+//!
+//! candle runs all kernels through one concurrent encoder without hazard tracking and orders them by what is bound as input
+//! and as output, so reads and writes are bound as such. The guard of the encoder holds the device's lock: all buffers
+//! are made before it is taken, and nothing else happens while it is held.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use candle_core::backend::BackendStorage;
+use candle_core::metal_backend::{DeviceId, MetalDevice};
+use candle_core::op::BackpropOp;
+use candle_core::{DType, MetalError, MetalStorage, Storage, Tensor};
+use candle_metal_kernels::metal::{
+    Buffer, ComputeCommandEncoder, ComputePipeline, ConstantValues, Library, Value,
+};
+use objc2_metal::{MTLCompileOptions, MTLSize};
+
+use super::launch::{Argument, Constant, Grid, Launch, Place, Plan};
+use crate::error::{Error, Result};
+
+/// Constants by index and bits.
+type Key = (DeviceId, &'static str, String, Vec<(usize, u64)>);
+
+#[derive(Default)]
+struct Cache {
+    libraries: HashMap<(DeviceId, &'static str), Library>,
+    pipelines: HashMap<Key, ComputePipeline>,
+}
+
+fn metal(e: impl Into<MetalError>) -> Error {
+    Error::Candle(e.into().into())
+}
+
+/// The pipeline of a launch. The lock is held while it is compiled, so that no two threads compile the same.
+fn pipeline(device: &MetalDevice, launch: &Launch) -> Result<ComputePipeline> {
+    static CACHE: OnceLock<Mutex<Cache>> = OnceLock::new();
+    let bits = |c: &(usize, Constant)| match c.1 {
+        Constant::Bool(v) => (c.0, v as u64),
+        Constant::U16(v) => (c.0, 1 << 32 | v as u64),
+        Constant::F32(v) => (c.0, 2 << 32 | v.to_bits() as u64),
+    };
+    let constants = launch.constants.iter().map(bits).collect();
+    let file = launch.source.file;
+    let key = (device.id(), file, launch.kernel.to_string(), constants);
+    let mut cache = CACHE
+        .get_or_init(Default::default)
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
+    if let Some(pipeline) = cache.pipelines.get(&key) {
+        return Ok(pipeline.clone());
+    }
+    let library = match cache.libraries.get(&(device.id(), file)) {
+        Some(library) => library.clone(),
+        None => {
+            let options = MTLCompileOptions::new();
+            // Fast math reorders sums, and then rows differ. Deprecated, but the only switch before macOS 15.
+            #[allow(deprecated)]
+            options.setFastMathEnabled(false);
+            let library = device
+                .metal_device()
+                .new_library_with_source(&launch.source.text(), Some(&options))
+                .map_err(metal)?;
+            cache.libraries.insert((device.id(), file), library.clone());
+            library
+        }
+    };
+    let value = |c: &(usize, Constant)| match c.1 {
+        Constant::Bool(v) => (c.0, Value::Bool(v)),
+        Constant::U16(v) => (c.0, Value::U16(v)),
+        Constant::F32(v) => (c.0, Value::F32(v)),
+    };
+    let constants = ConstantValues::new(launch.constants.iter().map(value).collect());
+    let function = library
+        .get_function(&launch.kernel, Some(&constants))
+        .map_err(metal)?;
+    let pipeline = device
+        .metal_device()
+        .new_compute_pipeline_state_with_function(&function)
+        .map_err(metal)?;
+    let (threads, most) = (
+        launch.threadgroup.iter().product::<usize>(),
+        pipeline.max_total_threads_per_threadgroup(),
+    );
+    if threads > most {
+        return Err(Error::argument(
+            "metal",
+            format!(
+                "{}: {threads} threads in a threadgroup, this GPU takes {most} for this kernel",
+                launch.kernel
+            ),
+        ));
+    }
+    cache.pipelines.insert(key, pipeline.clone());
+    Ok(pipeline)
+}
+
+/// A new uninitialised buffer from candle's pool; never empty, because Metal refuses that.
+fn buffer(device: &MetalDevice, count: usize, dtype: DType) -> Result<Arc<Buffer>> {
+    Ok(device.new_buffer(count.max(1), dtype, "specprefill")?)
+}
+
+fn size([width, height, depth]: [usize; 3]) -> MTLSize {
+    MTLSize {
+        width,
+        height,
+        depth,
+    }
+}
+
+/// Runs a checked plan on `operands`, which must all be on `device`.
+pub(super) fn run(device: &MetalDevice, plan: &Plan, operands: &[&Tensor]) -> Result<Vec<Tensor>> {
+    let guards: Vec<_> = operands.iter().map(|x| x.storage_and_layout().0).collect();
+    let mut inputs = Vec::with_capacity(operands.len());
+    for guard in &guards {
+        match &**guard {
+            Storage::Metal(s) if s.device().id() == device.id() => inputs.push(s.buffer()),
+            _ => {
+                return Err(Error::argument(
+                    "metal",
+                    "operands on different devices; move them to one",
+                ))
+            }
+        }
+    }
+    let pipelines = plan
+        .launches
+        .iter()
+        .map(|launch| pipeline(device, launch))
+        .collect::<Result<Vec<_>>>()?;
+    let outputs = plan
+        .outputs
+        .iter()
+        .map(|o| buffer(device, o.shape.iter().product(), o.dtype))
+        .collect::<Result<Vec<_>>>()?;
+    let scratch = plan
+        .scratch
+        .iter()
+        .map(|bytes| buffer(device, *bytes, DType::U8))
+        .collect::<Result<Vec<_>>>()?;
+    {
+        let place = |place: Place| -> Option<&Buffer> {
+            match place {
+                Place::Input(n) => inputs.get(n).copied(),
+                Place::Output(n) => outputs.get(n).map(|b| &**b),
+                Place::Scratch(n) => scratch.get(n).map(|b| &**b),
+            }
+        };
+        for (launch, pipeline) in plan.launches.iter().zip(&pipelines) {
+            // One guard per launch: candle counts them to decide when to commit.
+            let guard = device.command_encoder()?;
+            encode(guard.as_ref(), launch, pipeline, &place)?;
+        }
+    }
+    let outputs = outputs.into_iter().zip(&plan.outputs);
+    let tensor = |(buffer, o): (Arc<Buffer>, &super::launch::Output)| {
+        let count = o.shape.iter().product();
+        let storage = MetalStorage::new(buffer, device.clone(), count, o.dtype);
+        Tensor::from_storage(
+            Storage::Metal(storage),
+            o.shape.as_slice(),
+            BackpropOp::none(),
+            false,
+        )
+    };
+    Ok(outputs.map(tensor).collect())
+}
+
+fn encode<'a>(
+    encoder: &ComputeCommandEncoder,
+    launch: &Launch,
+    pipeline: &ComputePipeline,
+    place: &impl Fn(Place) -> Option<&'a Buffer>,
+) -> Result<()> {
+    let bound = |at: &Place| {
+        place(*at).ok_or_else(|| {
+            Error::argument("metal", format!("{}: no {at:?} to bind", launch.kernel))
+        })
+    };
+    encoder.set_compute_pipeline_state(pipeline);
+    for (index, argument) in &launch.arguments {
+        match argument {
+            Argument::Read(at, offset) => {
+                encoder.set_input_buffer(*index, Some(bound(at)?), *offset)
+            }
+            Argument::Write(at, offset) => {
+                encoder.set_output_buffer(*index, Some(bound(at)?), *offset)
+            }
+            // Metal copies the bytes at once.
+            Argument::Bytes(bytes) => {
+                encoder.set_bytes_directly(*index, bytes.len(), bytes.as_ptr().cast())
+            }
+        }
+    }
+    for (index, bytes) in launch.threadgroup_memory.iter().enumerate() {
+        encoder.set_threadgroup_memory_length(index, *bytes);
+    }
+    match launch.grid {
+        Grid::Threads(grid) => encoder.dispatch_threads(size(grid), size(launch.threadgroup)),
+        Grid::Threadgroups(grid) => {
+            encoder.dispatch_thread_groups(size(grid), size(launch.threadgroup))
+        }
+    }
+    Ok(())
+}
