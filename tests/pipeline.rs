@@ -3,11 +3,14 @@
 
 use std::path::{Path, PathBuf};
 
+use candle_specprefill::mtp::Depth;
 use candle_specprefill::pipeline::{
     Event, GenerateOptions, Message, Prompt, SpecPrefillPipeline, StreamDecoder, TextTokenizer,
     Usage,
 };
-use candle_specprefill::specprefill::{Keep, Policy, Role};
+use candle_specprefill::specprefill::{
+    Keep, OnFailure, Policy, Progress, Reason, Role, Scorer, ScorerInput, Scores,
+};
 use serde_json::Value;
 
 fn tiny() -> PathBuf {
@@ -192,7 +195,7 @@ fn needle_is_found_with_every_token() {
     let (text, usage) = answer(&pipeline, messages, &GenerateOptions::default());
     assert_eq!(text, value["expected_answer"].as_str().unwrap());
     assert_eq!(usage.kept_tokens, usage.prompt_tokens);
-    assert!(usage.specprefill.reason.contains("threshold"));
+    assert!(usage.specprefill.explanation.contains("threshold"));
 }
 
 #[test]
@@ -206,7 +209,7 @@ fn a_target_alone_works_and_bad_prompts_are_refused() {
     };
     let (_, usage) = answer(&pipeline, "Tell me about tea.", &options);
     assert_eq!(usage.mtp.stats.depth, 0);
-    assert!(usage.specprefill.reason.contains("no draft"));
+    assert!(usage.specprefill.explanation.contains("no draft"));
     for prompt in [
         Prompt::Tokens(vec![]),
         Prompt::Tokens(vec![1; 20_000]),
@@ -215,4 +218,150 @@ fn a_target_alone_works_and_bad_prompts_are_refused() {
     ] {
         assert!(pipeline.generate(prompt, &options).is_err());
     }
+}
+
+/// A scorer that fails.
+#[derive(Debug)]
+struct Broken;
+
+impl Scorer for Broken {
+    fn id(&self) -> String {
+        "broken".into()
+    }
+
+    fn score(
+        &self,
+        _: &ScorerInput,
+        _: &mut dyn FnMut(Progress),
+    ) -> candle_specprefill::Result<Scores> {
+        Err(candle_specprefill::Error::Draft("it broke".into()))
+    }
+}
+
+fn long_options() -> GenerateOptions {
+    let mut options = GenerateOptions {
+        max_tokens: 8,
+        ..Default::default()
+    };
+    options.specprefill.threshold = 2000;
+    options
+}
+
+#[test]
+fn a_failing_draft_costs_sparsity_and_is_reported_or_refused_if_asked() {
+    let pipeline = SpecPrefillPipeline::builder(tiny().join("target"))
+        .draft(tiny().join("draft"))
+        .scorer(std::sync::Arc::new(Broken))
+        .build()
+        .unwrap();
+    let (value, messages) = needle("needle_4k_01.json");
+    let mut options = long_options();
+    let (text, usage) = answer(&pipeline, messages.clone(), &options);
+    assert_eq!(text, value["expected_answer"].as_str().unwrap());
+    assert_eq!(usage.specprefill.reason, Reason::ScoringFailed);
+    assert!(usage.specprefill.explanation.contains("it broke"));
+    assert_eq!(usage.kept_tokens, usage.prompt_tokens);
+    options.specprefill.on_failure = OnFailure::Error;
+    let mut events = pipeline.generate(messages, &options).unwrap();
+    let error = events.find_map(|e| e.err()).unwrap();
+    assert!(error.to_string().contains("it broke"));
+}
+
+#[test]
+fn a_prompt_is_scored_once() {
+    let pipeline = pair();
+    let (_, messages) = needle("needle_4k_01.json");
+    let mut options = long_options();
+    let (text, first) = answer(&pipeline, messages.clone(), &options);
+    assert!(!first.specprefill.memo && first.specprefill.scoring_s > 0.0);
+    let (again, second) = answer(&pipeline, messages.clone(), &options);
+    assert!(second.specprefill.memo && second.specprefill.scoring_s == 0.0);
+    assert_eq!((again, second.kept_tokens), (text, first.kept_tokens));
+    // Another selection of the same scores.
+    options.specprefill.keep = Keep::Fraction(0.4);
+    let (_, third) = answer(&pipeline, messages.clone(), &options);
+    assert!(third.specprefill.memo && third.kept_tokens > second.kept_tokens);
+    options.specprefill.scorer = "uniform".parse().unwrap();
+    assert!(!answer(&pipeline, messages, &options).1.specprefill.memo);
+}
+
+/// Sampled text at a seed shows a difference of a single bit in the logits sooner or later.
+#[test]
+fn a_stored_system_block_changes_no_bit() {
+    let build = |bytes| {
+        SpecPrefillPipeline::builder(tiny().join("target"))
+            .draft(tiny().join("draft"))
+            .prefix_cache_bytes(bytes)
+            .build()
+            .unwrap()
+    };
+    let (stored, plain) = (build(256 << 20), build(0));
+    let (_, messages) = needle("needle_4k_02.json");
+    let secret = "The badge number of the silver mill is 70416. ".repeat(3);
+    let talk = |question: &str| vec![Message::system(&secret), Message::user(question)];
+    let mut options = long_options();
+    options.max_tokens = 20;
+    options.sampling.temperature = 0.8;
+    for depth in [Depth::Fixed(3), Depth::Off] {
+        options.mtp_depth = depth;
+        let prompts = [
+            talk("Tell me about tea."),
+            talk("Define a mill."),
+            talk(&messages[0].content),
+        ];
+        for (i, prompt) in prompts.into_iter().enumerate() {
+            let (text, usage) = answer(&stored, prompt.clone(), &options);
+            assert_eq!(usage.specprefill.prefix_tokens > 0, i > 0, "{depth:?}, {i}");
+            assert_eq!(usage.specprefill.admitted, i == 2);
+            let (want, without) = answer(&plain, prompt, &options);
+            assert_eq!(
+                (text, without.specprefill.prefix_tokens),
+                (want, 0),
+                "{depth:?}, {i}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_draft_that_does_not_fit_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(tiny().join("draft")).unwrap().flatten() {
+        std::fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+    }
+    let build = |limit| {
+        SpecPrefillPipeline::builder(tiny().join("target"))
+            .draft(dir.path())
+            .draft_limit_bytes(limit)
+            .build()
+    };
+    assert!(build(10 << 20).is_ok());
+    let error = build(1000).err().unwrap().to_string();
+    assert!(error.contains("limit of 1000"), "{error}");
+    let file = dir.path().join("tokenizer.json");
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, text.replace("\"<|im_start|>\"", "\"<|begin|>\"")).unwrap();
+    let error = build(10 << 20).err().unwrap().to_string();
+    assert!(
+        error.contains("<|begin|>") && error.contains("<|im_start|>"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_time_budget_is_met_once_speeds_are_known() {
+    let pipeline = pair();
+    let (_, messages) = needle("needle_4k_01.json");
+    let mut options = long_options();
+    options.specprefill.keep = Keep::Budget { ttft_s: 1e-6 };
+    // Nothing is known yet: the default share.
+    let (_, first) = answer(&pipeline, messages.clone(), &options);
+    let (_, second) = answer(&pipeline, messages.clone(), &options);
+    assert!(second.kept_tokens < first.kept_tokens);
+    assert!(
+        second.specprefill.over_budget && second.kept_tokens >= second.specprefill.required_tokens
+    );
+    options.specprefill.keep = Keep::Budget { ttft_s: 1e6 };
+    let (_, third) = answer(&pipeline, messages, &options);
+    assert_eq!(third.kept_tokens, third.prompt_tokens);
 }

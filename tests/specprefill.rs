@@ -11,7 +11,8 @@ use candle_specprefill::ops::Context;
 use candle_specprefill::qwen3_5::{Capture, Keep, Model, Rows, Wanted};
 use candle_specprefill::specprefill::{
     admit, kept_rows, select, select_chunks, union, AttentionScorer, Join, Keep as KeepRows, Kept,
-    Policy, Reason, Required, Role, Rule, Scorer, ScorerInput, Scores, Scoring, Settings, Span,
+    Policy, Reason, Required, Role, Rule, ScoreMemo, Scorer, ScorerInput, Scores, Scoring,
+    Settings, Span,
 };
 use proptest::prelude::*;
 use support::{distance, feed, ids, load, logits, same_bits, same_contents, tensors, values};
@@ -188,11 +189,12 @@ fn refusals_say_why() {
         keep: 1.0.into(),
         ..s.clone()
     };
-    assert_eq!(admit(&off, true, 9000, &[]), Reason::Disabled);
-    assert_eq!(admit(&s, false, 9000, &[]), Reason::NoDraft);
-    assert_eq!(admit(&s, true, 8192, &[]), Reason::TooShort);
-    assert_eq!(admit(&s, true, 8193, &[]), Reason::Admitted);
-    assert_eq!(admit(&all, true, 9000, &[]), Reason::KeepsAll);
+    assert_eq!(admit(&off, Some(16384), 9000, &[]), Reason::Disabled);
+    assert_eq!(admit(&s, None, 9000, &[]), Reason::NoDraft);
+    assert_eq!(admit(&s, Some(16384), 8192, &[]), Reason::TooShort);
+    assert_eq!(admit(&s, Some(16384), 8193, &[]), Reason::Admitted);
+    assert_eq!(admit(&all, Some(16384), 9000, &[]), Reason::KeepsAll);
+    assert_eq!(admit(&s, Some(9007), 9000, &[]), Reason::DraftContext);
     let marked = |ranges: [Range<usize>; 2]| {
         ranges.map(|tokens| Required {
             role: Role::Marked,
@@ -200,9 +202,9 @@ fn refusals_say_why() {
         })
     };
     let most = marked([0..4000, 4000..9000]);
-    assert_eq!(admit(&s, true, 9000, &most), Reason::AllMandatory);
+    assert_eq!(admit(&s, Some(16384), 9000, &most), Reason::AllMandatory);
     let overlapping = marked([0..5000, 0..5000]);
-    assert_eq!(admit(&s, true, 9000, &overlapping), Reason::Admitted);
+    assert_eq!(admit(&s, Some(16384), 9000, &overlapping), Reason::Admitted);
     for bad in [
         Settings {
             keep: 0.0.into(),
@@ -528,4 +530,37 @@ fn rows_that_cannot_be_kept_are_refused() {
     assert!(refuse(&[1, 2, 3], Some(&[0, 1])).contains("end with the prompt's last row"));
     assert!(refuse(&[1, 2, 3], Some(&[2, 1])).contains("sorted"));
     assert!(refuse(&vec![1; 5000], None).contains("max_position_embeddings"));
+}
+
+#[test]
+fn a_draft_that_cannot_score_is_refused() {
+    use candle_specprefill::qwen3_5::config::{Config, LayerType};
+    use candle_specprefill::specprefill::check_draft;
+    let config = Config::read(support::golden("dense")).unwrap().text;
+    check_draft(&config, &config, 256).unwrap();
+    let mut small = config.clone();
+    small.vocab_size = 200;
+    let error = check_draft(&config, &small, 256).unwrap_err().to_string();
+    assert!(error.contains("200") && error.contains("256"), "{error}");
+    let mut blind = config.clone();
+    blind.layer_types.fill(LayerType::LinearAttention);
+    assert!(check_draft(&config, &blind, 256).is_err());
+}
+
+#[test]
+fn the_memo_forgets_what_was_not_used_for_longest() {
+    let memo = ScoreMemo::new(2);
+    let scores = |v: f32| {
+        std::sync::Arc::new(Scores {
+            importance: vec![v],
+            ..Default::default()
+        })
+    };
+    memo.insert("a", &[1], scores(1.0));
+    memo.insert("a", &[2], scores(2.0));
+    assert_eq!(memo.get("a", &[1]).unwrap().importance, [1.0]);
+    memo.insert("b", &[1], scores(3.0));
+    assert!(memo.get("a", &[2]).is_none() && memo.len() == 2);
+    assert_eq!(memo.get("b", &[1]).unwrap().importance, [3.0]);
+    assert_eq!(memo.get("a", &[1]).unwrap().importance, [1.0]);
 }

@@ -223,7 +223,7 @@ fn summary(answer: &Answer, compare: Option<&Answer>, err: &mut dyn Write) -> Re
     if let Some(note) = &answer.usage.mtp.note {
         writeln!(err, "MTP: {note}")?;
     }
-    writeln!(err, "SpecPrefill: {}", answer.usage.specprefill.reason)?;
+    writeln!(err, "SpecPrefill: {}", answer.usage.specprefill.explanation)?;
     writeln!(err, "routes:")?;
     for (route, calls) in &answer.usage.routes {
         writeln!(err, "  {route:<44} {calls:>8}")?;

@@ -1,16 +1,18 @@
 //! Loading a target with its draft.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device};
 
 use super::generation::{self, Generation};
+use super::prefix::PrefixStore;
 use super::spans::{self, RenderedPrompt};
 use super::{ChatTemplate, GenerateOptions, GenerationConfig, Message, Prompt, TextTokenizer};
 use crate::mtp::check_head;
 use crate::ops::Context;
 use crate::qwen3_5::{LoadOptions, Model};
+use crate::specprefill::{check_draft, Costs, ScoreMemo, Scorer};
 use crate::{Error, Result};
 
 /// Settings of a pipeline that is to be loaded.
@@ -21,6 +23,9 @@ pub struct Builder {
     device: Device,
     dtype: DType,
     force_mtp: bool,
+    scorer: Option<Arc<dyn Scorer>>,
+    prefix_bytes: usize,
+    draft_limit: Option<u64>,
 }
 
 /// What the MTP head is checked on.
@@ -52,6 +57,25 @@ impl Builder {
         self
     }
 
+    /// A scorer of one's own for prompt tokens, in place of the one that the settings name.
+    pub fn scorer(mut self, scorer: Arc<dyn Scorer>) -> Self {
+        self.scorer = Some(scorer);
+        self
+    }
+
+    /// Bytes that the caches of leading system blocks may hold, so that a later request with the same block need not read it
+    /// again; 256 MiB by default, 0 is off.
+    pub fn prefix_cache_bytes(mut self, bytes: usize) -> Self {
+        self.prefix_bytes = bytes;
+        self
+    }
+
+    /// Refuses a draft whose weights take more bytes than this, before anything of it is loaded.
+    pub fn draft_limit_bytes(mut self, bytes: u64) -> Self {
+        self.draft_limit = Some(bytes);
+        self
+    }
+
     /// Loads the models.
     pub fn build(self) -> Result<SpecPrefillPipeline> {
         let load = |folder: &Path, mtp| {
@@ -74,7 +98,14 @@ impl Builder {
         let draft = match &self.draft {
             None => None,
             Some(folder) => {
-                let draft = load(folder, false)?;
+                check_folder(folder)?;
+                let bytes = weight_bytes(folder)?;
+                if let Some(limit) = self.draft_limit.filter(|limit| bytes > *limit) {
+                    return Err(Error::Draft(format!(
+                        "{} holds {bytes} bytes of weights, more than the limit of {limit}: use a smaller draft",
+                        folder.display()
+                    )));
+                }
                 let theirs = TextTokenizer::read(folder)?;
                 if let Some(difference) = tokenizer.difference(&theirs) {
                     return Err(Error::Draft(format!(
@@ -83,6 +114,8 @@ impl Builder {
                         folder.display(),
                     )));
                 }
+                let draft = load(folder, false)?;
+                check_draft(target.config(), draft.config(), tokenizer.len())?;
                 Some(draft)
             }
         };
@@ -98,6 +131,10 @@ impl Builder {
                 tokenizer,
                 template,
                 stop_tokens,
+                scorer: self.scorer,
+                memo: ScoreMemo::default(),
+                prefixes: PrefixStore::new(self.prefix_bytes),
+                costs: Mutex::new(None),
             }),
         })
     }
@@ -133,6 +170,20 @@ fn check_folder(folder: &Path) -> Result<()> {
     })
 }
 
+/// Bytes of the weight files of a folder.
+fn weight_bytes(folder: &Path) -> Result<u64> {
+    let entries = std::fs::read_dir(folder).map_err(|e| Error::io(folder, e))?;
+    let weights = entries.flatten().filter(|entry| {
+        let name = entry.file_name();
+        Path::new(&name)
+            .extension()
+            .is_some_and(|e| e == "safetensors")
+    });
+    // Links, as in the hub's cache, count what they point at.
+    let size = |path: PathBuf| std::fs::metadata(&path).map_or(0, |m| m.len());
+    Ok(weights.map(|entry| size(entry.path())).sum())
+}
+
 /// What every generation reads.
 pub(super) struct Parts {
     pub target: Model,
@@ -142,6 +193,12 @@ pub(super) struct Parts {
     pub tokenizer: TextTokenizer,
     pub template: ChatTemplate,
     pub stop_tokens: Vec<u32>,
+    /// In place of the settings' scorer.
+    pub scorer: Option<Arc<dyn Scorer>>,
+    pub memo: ScoreMemo,
+    pub prefixes: PrefixStore,
+    /// What reading a token costs, once a prompt was read.
+    pub costs: Mutex<Option<Costs>>,
 }
 
 /// A loaded target, its draft, tokenizer and chat template. Clones share them; any number of generations may run at once.
@@ -159,6 +216,9 @@ impl SpecPrefillPipeline {
             device: Device::Cpu,
             dtype: DType::F32,
             force_mtp: false,
+            scorer: None,
+            prefix_bytes: 256 << 20,
+            draft_limit: None,
         }
     }
 

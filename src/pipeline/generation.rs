@@ -5,13 +5,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::builder::Parts;
+use super::reading::{Read, Reading};
 use super::spans::RenderedPrompt;
-use super::{
-    Event, FinishReason, GenerateOptions, MtpUsage, SpecPrefillUsage, Stage, StreamDecoder, Usage,
-};
-use crate::mtp::{self, Depth, Drafter, NGram, PrefillOptions, Session, SessionOptions};
+use super::{Event, FinishReason, GenerateOptions, MtpUsage, Stage, StreamDecoder, Usage};
+use crate::mtp::{Depth, Drafter, NGram, Session, SessionOptions};
 use crate::ops::Context;
-use crate::specprefill::{self, Progress, Reason, Role, Span};
 use crate::{Error, Result};
 
 /// The events of one answer, as they happen. Dropping it ends the work after the current step.
@@ -49,7 +47,7 @@ pub(super) fn start(
         let request = Request {
             parts: &parts,
             tokens: &prompt.tokens,
-            spans: &prompt.spans,
+            prompt: &prompt,
             options: &options,
             start,
             events: &sender,
@@ -72,7 +70,7 @@ pub(super) fn start(
 struct Request<'a> {
     parts: &'a Parts,
     tokens: &'a [u32],
-    spans: &'a [Span],
+    prompt: &'a RenderedPrompt,
     options: &'a GenerateOptions,
     start: Instant,
     events: &'a Sender<Result<Event>>,
@@ -91,32 +89,32 @@ impl Request<'_> {
     fn run(&self) -> Result<()> {
         let cx = Context::default();
         let target = &self.parts.target;
-        let (kept, mut specprefill) = self.choose(&cx)?;
-        if !self.progress(Stage::Prefill, 0, kept.len()) {
-            return Ok(());
-        }
-        let begun = Instant::now();
+        let report = |stage, done, total| {
+            self.progress(stage, done, total);
+        };
         let depth = match &self.parts.head_fault {
             Some(_) => Depth::Off,
             None => self.options.mtp_depth,
         };
-        let mut cache = target.new_cache()?;
-        let prefill = PrefillOptions {
+        let reading = Reading {
+            parts: self.parts,
             prime: depth.max() > 0,
-            ..Default::default()
+            prompt: self.prompt,
+            options: self.options,
+            progress: &report,
         };
-        let hidden = mtp::prefill(
-            target,
-            &cx,
-            &mut cache,
-            self.tokens,
-            Some(&kept),
-            &prefill,
-            &mut |done| {
-                self.progress(Stage::Prefill, done, kept.len());
-            },
-        )?;
+        let (selection, mut specprefill) = reading.choose(&cx)?;
+        let kept = match selection {
+            Some(selection) => selection.kept,
+            None => (0..self.tokens.len() as u32).collect(),
+        };
+        if !self.progress(Stage::Prefill, 0, kept.len()) {
+            return Ok(());
+        }
+        let begun = Instant::now();
+        let Read { cache, hidden } = reading.read(&cx, &kept, &mut specprefill)?;
         specprefill.prefill_s = begun.elapsed().as_secs_f64();
+        reading.learn(kept.len(), &specprefill);
         let copy = self.options.copy && self.options.mtp_depth != Depth::Off;
         let session_options = SessionOptions {
             depth,
@@ -182,75 +180,6 @@ impl Request<'_> {
         };
         self.send(Event::Finished(Box::new(usage)));
         Ok(())
-    }
-
-    /// The rows that the target reads. A draft that fails costs sparsity, never the answer.
-    fn choose(&self, cx: &Context) -> Result<(Vec<u32>, SpecPrefillUsage)> {
-        let total = self.tokens.len();
-        let settings = &self.options.specprefill;
-        let marked = self.options.keep.iter().map(|tokens| Span {
-            role: Role::Marked,
-            tokens: tokens.clone(),
-        });
-        let spans: Vec<Span> = self.spans.iter().cloned().chain(marked).collect();
-        let required = settings.policy.required(&spans, total, settings.tail);
-        let draft = self.parts.draft.as_ref();
-        let mut usage = SpecPrefillUsage {
-            keep: settings.keep,
-            ..Default::default()
-        };
-        let mut reason = specprefill::admit(settings, draft.is_some(), total, &required);
-        if let (Reason::Admitted, Some(draft)) = (reason, draft) {
-            let mut report = |progress| {
-                if let Progress::Scoring { done, total } = progress {
-                    self.progress(Stage::Scoring, done, total);
-                }
-            };
-            match specprefill::choose(draft, cx, self.tokens, &required, settings, &mut report) {
-                Ok(selection) => {
-                    usage.admitted = true;
-                    usage.reason = explain(reason, total, settings.threshold);
-                    usage.scoring_s = selection.scoring_s;
-                    usage.lookahead_s = selection.lookahead_s;
-                    usage.required_tokens = selection.required_tokens();
-                    usage.over_budget = selection.over_budget();
-                    if usage.over_budget {
-                        tracing::warn!(
-                            required = usage.required_tokens,
-                            budget = selection.budget,
-                            "more must be kept than SpecPrefill's settings allow"
-                        );
-                    }
-                    return Ok((selection.kept, usage));
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "the draft could not score the prompt; every token is kept");
-                    reason = Reason::ScoringFailed;
-                    usage.reason =
-                        format!("{}: {error}", explain(reason, total, settings.threshold));
-                }
-            }
-        }
-        if usage.reason.is_empty() {
-            usage.reason = explain(reason, total, settings.threshold);
-        }
-        Ok(((0..total as u32).collect(), usage))
-    }
-}
-
-fn explain(reason: Reason, tokens: usize, threshold: usize) -> String {
-    match reason {
-        Reason::Admitted => {
-            format!("{tokens} prompt tokens are more than the threshold, {threshold}")
-        }
-        Reason::Disabled => "SpecPrefill is off".into(),
-        Reason::NoDraft => "there is no draft model".into(),
-        Reason::TooShort => {
-            format!("{tokens} prompt tokens are not more than the threshold, {threshold}")
-        }
-        Reason::KeepsAll => "keep is 1".into(),
-        Reason::AllMandatory => "all of the prompt must be kept".into(),
-        Reason::ScoringFailed => "the draft could not score the prompt".into(),
     }
 }
 

@@ -16,6 +16,10 @@ mod generation_config;
 #[cfg(feature = "chat")]
 mod json;
 #[cfg(feature = "chat")]
+mod prefix;
+#[cfg(feature = "chat")]
+mod reading;
+#[cfg(feature = "chat")]
 mod spans;
 #[cfg(feature = "chat")]
 mod template;

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::mtp::DecodeStats;
 pub use crate::mtp::FinishReason;
 use crate::ops::routes::RouteCounts;
-use crate::specprefill::Keep;
+use crate::specprefill::{Keep, Reason};
 
 /// Counts, times (seconds) and speeds of one answer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -38,13 +38,19 @@ pub struct SpecPrefillUsage {
     /// Whether tokens could be left out.
     pub admitted: bool,
     /// Why, or why not.
-    pub reason: String,
+    pub reason: Reason,
+    /// The same in words, with numbers.
+    pub explanation: String,
     /// How much was asked for.
     pub keep: Keep,
     /// Tokens that had to be kept whatever they scored.
     pub required_tokens: usize,
     /// Whether they were more than was asked for.
     pub over_budget: bool,
+    /// Whether the prompt had been scored before.
+    pub memo: bool,
+    /// Tokens at the start that an earlier request had read.
+    pub prefix_tokens: usize,
     /// The draft's pass over the prompt, and scoring.
     pub scoring_s: f64,
     /// The draft's look-ahead.

@@ -4,7 +4,9 @@
 
 mod admit;
 mod attention;
+mod draft;
 mod keep;
+mod memo;
 mod scorer;
 mod select;
 mod settings;
@@ -18,9 +20,11 @@ use crate::error::{Error, Result};
 use crate::ops::Context;
 use crate::qwen3_5::Model;
 
-pub use admit::{admit, Reason};
+pub use admit::{admit, OnFailure, Reason};
 pub use attention::{AttentionScorer, Join};
+pub use draft::check_draft;
 pub use keep::{Costs, Keep};
+pub use memo::ScoreMemo;
 pub use scorer::{Scorer, ScorerInput, Scores, Scoring};
 pub use select::{kept_rows, select_chunks, Chunk, Kept};
 pub use settings::Settings;
@@ -115,22 +119,36 @@ pub fn choose_by(
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Selection> {
     settings.validate()?;
-    scorer.validate()?;
     let input = ScorerInput {
         draft,
         cx,
         tokens,
         prefill_chunk: settings.prefill_chunk,
     };
-    let scores = scorer.score(&input, progress)?;
-    if scores.importance.len() != tokens.len() {
-        return Err(Error::Draft(format!(
-            "the scorer gave {} scores for {} tokens",
-            scores.importance.len(),
-            tokens.len()
-        )));
+    Ok(select(
+        &score(scorer, &input, progress)?,
+        required,
+        settings,
+    ))
+}
+
+/// Scores a prompt, and checks what the scorer says.
+pub fn score(
+    scorer: &dyn Scorer,
+    input: &ScorerInput,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Scores> {
+    scorer.validate()?;
+    let scores = scorer.score(input, progress)?;
+    let (found, tokens) = (scores.importance.len(), input.tokens.len());
+    if found != tokens {
+        let what = format!("the scorer gave {found} scores for {tokens} tokens");
+        return Err(Error::Draft(what));
     }
-    Ok(select(&scores, required, settings))
+    if !scores.importance.iter().any(|s| s.is_finite()) {
+        return Err(Error::Draft("none of its scores is a number".into()));
+    }
+    Ok(scores)
 }
 
 /// Selects rows by scores. Pure.

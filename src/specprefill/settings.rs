@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Keep, Policy, Scorer, Scoring};
+use super::{Keep, OnFailure, Policy, Scorer, Scoring};
 use crate::error::{Error, Result};
 
 /// How rows are chosen.
@@ -25,6 +25,8 @@ pub struct Settings {
     pub neighbours: usize,
     /// What must be kept, by role.
     pub policy: Policy,
+    /// What happens when the draft cannot score a prompt.
+    pub on_failure: OnFailure,
     /// Rows per pass of the draft's prefill.
     pub prefill_chunk: usize,
 }
@@ -40,6 +42,7 @@ impl Default for Settings {
             tail: 512,
             neighbours: 0,
             policy: Policy::default(),
+            on_failure: OnFailure::default(),
             prefill_chunk: 512,
         }
     }

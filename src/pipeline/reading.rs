@@ -1,0 +1,217 @@
+//! Reading a prompt: which rows, by the draft; then the target's pass over them, after a stored prefix where there is one.
+
+use std::sync::{Arc, PoisonError};
+
+use candle_core::Tensor;
+
+use super::builder::Parts;
+use super::prefix::Prefix;
+use super::spans::RenderedPrompt;
+use super::{GenerateOptions, SpecPrefillUsage, Stage};
+use crate::mtp::{self, PrefillOptions};
+use crate::ops::Context;
+use crate::qwen3_5::{Cache, DraftRows};
+use crate::specprefill::{
+    self, Costs, OnFailure, Progress, Reason, Role, ScorerInput, Scores, Selection, Settings, Span,
+};
+use crate::Result;
+
+/// A shorter prefix is not worth a cache.
+const SHORTEST_PREFIX: usize = 32;
+
+/// One prompt, being read.
+pub(super) struct Reading<'a> {
+    pub parts: &'a Parts,
+    pub prompt: &'a RenderedPrompt,
+    pub options: &'a GenerateOptions,
+    /// Whether the draft head will be used.
+    pub prime: bool,
+    /// Hears a stage's tokens done, of how many.
+    pub progress: &'a dyn Fn(Stage, usize, usize),
+}
+
+/// What the target left behind.
+pub(super) struct Read {
+    pub cache: Cache,
+    /// The last row's hidden state, `[1, hidden]`.
+    pub hidden: Tensor,
+}
+
+impl Reading<'_> {
+    /// The rows to read, or `None` for all. A draft that fails costs sparsity, not the answer, unless asked otherwise.
+    pub fn choose(&self, cx: &Context) -> Result<(Option<Selection>, SpecPrefillUsage)> {
+        let tokens = &self.prompt.tokens;
+        let total = tokens.len();
+        let mut settings = self.options.specprefill.clone();
+        let mut usage = SpecPrefillUsage {
+            keep: settings.keep,
+            ..Default::default()
+        };
+        let costs = *self
+            .parts
+            .costs
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        settings.keep = settings.keep.resolve(total, costs);
+        let marked = self.options.keep.iter().map(|tokens| Span {
+            role: Role::Marked,
+            tokens: tokens.clone(),
+        });
+        let spans: Vec<Span> = self.prompt.spans.iter().cloned().chain(marked).collect();
+        let required = settings.policy.required(&spans, total, settings.tail);
+        let draft = self.parts.draft.as_ref();
+        let context = draft.map(|d| d.config().max_position_embeddings);
+        usage.reason = specprefill::admit(&settings, context, total, &required);
+        usage.explanation = usage.reason.explain(&settings, total);
+        let (Reason::Admitted, Some(draft)) = (usage.reason, draft) else {
+            return Ok((None, usage));
+        };
+        let input = ScorerInput {
+            draft,
+            cx,
+            tokens,
+            prefill_chunk: settings.prefill_chunk,
+        };
+        match self.scores(&input, &settings, &mut usage) {
+            Ok(scores) => {
+                let mut selection = specprefill::select(&scores, &required, &settings);
+                if usage.memo {
+                    (selection.scoring_s, selection.lookahead_s) = (0.0, 0.0);
+                }
+                usage.admitted = true;
+                usage.scoring_s = selection.scoring_s;
+                usage.lookahead_s = selection.lookahead_s;
+                usage.required_tokens = selection.required_tokens();
+                usage.over_budget = selection.over_budget();
+                if usage.over_budget {
+                    tracing::warn!(
+                        required = usage.required_tokens,
+                        budget = selection.budget,
+                        "more must be kept than SpecPrefill's settings allow"
+                    );
+                }
+                Ok((Some(selection), usage))
+            }
+            Err(error) if settings.on_failure == OnFailure::Error => Err(error),
+            Err(error) => {
+                tracing::warn!(%error, "the draft could not score the prompt; every token is kept");
+                usage.reason = Reason::ScoringFailed;
+                let why = usage.reason.explain(&settings, total);
+                usage.explanation = format!("{why}: {error}");
+                Ok((None, usage))
+            }
+        }
+    }
+
+    fn scores(
+        &self,
+        input: &ScorerInput,
+        settings: &Settings,
+        usage: &mut SpecPrefillUsage,
+    ) -> Result<Arc<Scores>> {
+        let own = self.parts.scorer.as_deref();
+        let scorer = own.unwrap_or_else(|| settings.scorer.scorer());
+        let id = scorer.id();
+        if let Some(scores) = self.parts.memo.get(&id, input.tokens) {
+            usage.memo = true;
+            return Ok(scores);
+        }
+        let mut report = |progress| {
+            if let Progress::Scoring { done, total } = progress {
+                (self.progress)(Stage::Scoring, done, total);
+            }
+        };
+        let scores = Arc::new(specprefill::score(scorer, input, &mut report)?);
+        self.parts.memo.insert(&id, input.tokens, scores.clone());
+        Ok(scores)
+    }
+
+    /// Reads the rows `kept`, the last of them being the prompt's last.
+    pub fn read(&self, cx: &Context, kept: &[u32], usage: &mut SpecPrefillUsage) -> Result<Read> {
+        let (target, tokens) = (&self.parts.target, &self.prompt.tokens);
+        let options = PrefillOptions {
+            prime: self.prime,
+            ..Default::default()
+        };
+        let (mut cache, mut done) = (target.new_cache()?, 0);
+        let fixed = self.prompt.fixed.min(tokens.len() - 1);
+        let whole = kept.iter().take(fixed).copied().eq(0..fixed as u32);
+        if whole && fixed >= SHORTEST_PREFIX && !self.parts.prefixes.is_off() {
+            let prefix = self.prefix(cx, fixed, &options, usage)?;
+            cache = prefix.cache.fork()?;
+            done = fixed;
+            if prefix.primed {
+                let rows = DraftRows {
+                    cache: &mut cache,
+                    tokens: &tokens[fixed..=fixed],
+                    hidden: &prefix.hidden,
+                    positions: &[fixed as u32 - 1],
+                };
+                target.prime(cx, &mut [rows])?;
+            }
+        }
+        let rest: Vec<u32> = kept[done..].iter().map(|k| k - done as u32).collect();
+        let mut report = |n| (self.progress)(Stage::Prefill, done + n, kept.len());
+        let hidden = mtp::prefill(
+            target,
+            cx,
+            &mut cache,
+            &tokens[done..],
+            Some(&rest),
+            &options,
+            &mut report,
+        )?;
+        Ok(Read { cache, hidden })
+    }
+
+    /// The first `fixed` rows, from the store or read now.
+    fn prefix(
+        &self,
+        cx: &Context,
+        fixed: usize,
+        options: &PrefillOptions,
+        usage: &mut SpecPrefillUsage,
+    ) -> Result<Arc<Prefix>> {
+        let target = &self.parts.target;
+        let tokens = &self.prompt.tokens[..fixed];
+        let primed = options.prime && target.has_mtp();
+        if let Some(prefix) = self.parts.prefixes.get(tokens, primed) {
+            usage.prefix_tokens = fixed;
+            return Ok(prefix);
+        }
+        let mut cache = target.new_cache()?;
+        let hidden = mtp::prefill(target, cx, &mut cache, tokens, None, options, &mut |_| {})?;
+        let prefix = Arc::new(Prefix {
+            tokens: tokens.to_vec(),
+            cache,
+            hidden,
+            primed,
+        });
+        self.parts.prefixes.insert(prefix.clone());
+        Ok(prefix)
+    }
+
+    /// Learns what a token costs, for [`Keep::Budget`].
+    pub fn learn(&self, kept: usize, usage: &SpecPrefillUsage) {
+        if usage.memo || !usage.admitted || usage.prefix_tokens > 0 || kept == 0 {
+            return;
+        }
+        let total = self.prompt.tokens.len() as f64;
+        let new = Costs {
+            draft_s_per_token: (usage.scoring_s + usage.lookahead_s) / total,
+            target_s_per_token: usage.prefill_s / kept as f64,
+        };
+        let mut costs = self
+            .parts
+            .costs
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *costs = Some(match *costs {
+            None => new,
+            Some(old) => Costs {
+                draft_s_per_token: (old.draft_s_per_token + new.draft_s_per_token) / 2.0,
+                target_s_per_token: (old.target_s_per_token + new.target_s_per_token) / 2.0,
+            },
+        });
+    }
+}
