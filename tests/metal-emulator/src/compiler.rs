@@ -1,39 +1,10 @@
-//! Finds clang and turns a .metal file into shared libraries, kept under the target directory by the hash of all that went in.
+//! Turns a .metal file into shared libraries, one per kernel and mode, kept by the hash of all that went in.
+use crate::cache::{cache_dir, hash, unique, unpack, write_atomically, RUNTIME};
+use crate::clang::{clang, finish, Clang};
 use crate::launch::Mode;
 use crate::translate::{translate, Translation};
-use std::collections::hash_map::DefaultHasher;
-use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
-use std::sync::OnceLock;
-
-/// The oldest clang that has `_Float16` without excess precision on x86-64.
-const OLDEST: u32 = 16;
-const NEWEST: u32 = 30;
-
-const STANDIN: &[(&str, &str)] = &[
-    ("abi.h", include_str!("../runtime/abi.h")),
-    ("msl.h", include_str!("../stdlib/msl.h")),
-    ("scalar.h", include_str!("../stdlib/scalar.h")),
-    ("vector.h", include_str!("../stdlib/vector.h")),
-    ("math.h", include_str!("../stdlib/math.h")),
-    ("simd.h", include_str!("../stdlib/simd.h")),
-    ("matrix.h", include_str!("../stdlib/matrix.h")),
-    ("atomic.h", include_str!("../stdlib/atomic.h")),
-    ("bind.h", include_str!("../stdlib/bind.h")),
-];
-const RUNTIME: &[(&str, &str)] = &[
-    ("abi.h", include_str!("../runtime/abi.h")),
-    ("fiber.h", include_str!("../runtime/fiber.h")),
-    ("worker.h", include_str!("../runtime/worker.h")),
-    ("schedule.h", include_str!("../runtime/schedule.h")),
-    ("shadow.h", include_str!("../runtime/shadow.h")),
-    ("runtime.cpp", include_str!("../runtime/runtime.cpp")),
-];
-/// Headers of Apple's that a file may include: empty here, since everything is included already.
-const APPLE_HEADERS: &str = "metal_stdlib metal_simdgroup metal_simdgroup_matrix metal_math metal_atomic metal_common metal_compute metal_geometric \
-    metal_integer metal_limits metal_matrix metal_numeric metal_pack metal_packed_vec metal_quadgroup metal_relational metal_type_traits metal_types \
-    metal_uniform metal_array metal_assert metal_extended_vector metal_logging metal_texture";
+use std::process::Command;
 
 /// What a .metal file is compiled with, besides its own text.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -42,51 +13,6 @@ pub struct Options {
     pub defines: Vec<String>,
     /// Further folders for `#include "…"`; the file's own folder is always searched.
     pub include_dirs: Vec<PathBuf>,
-}
-
-pub struct Clang {
-    pub path: PathBuf,
-    full: String,
-}
-
-/// The newest clang++ on PATH that will do (`METAL_EMULATOR_CLANG` names another), or why there is none.
-pub fn clang() -> Result<&'static Clang, String> {
-    static FOUND: OnceLock<Result<Clang, String>> = OnceLock::new();
-    FOUND.get_or_init(find_clang).as_ref().map_err(Clone::clone)
-}
-
-fn find_clang() -> Result<Clang, String> {
-    let named = std::env::var("METAL_EMULATOR_CLANG").ok();
-    let names: Vec<String> = match &named {
-        Some(n) => vec![n.clone()],
-        None => std::iter::once("clang++".into())
-            .chain((OLDEST..=NEWEST).rev().map(|v| format!("clang++-{v}")))
-            .collect(),
-    };
-    let mut seen = String::new();
-    for name in names {
-        let Ok(out) = Command::new(&name).arg("--version").output() else {
-            continue;
-        };
-        let full = String::from_utf8_lossy(&out.stdout).into_owned();
-        let apple = full.contains("Apple");
-        let Some(version) = full
-            .split("clang version ")
-            .nth(1)
-            .and_then(|r| r.split('.').next())
-            .and_then(|v| v.trim().parse::<u32>().ok())
-        else {
-            continue;
-        };
-        if version >= OLDEST && !apple {
-            return Ok(Clang {
-                path: name.into(),
-                full,
-            });
-        }
-        seen = format!(" ({name} is version {version})");
-    }
-    Err(format!("no clang of version {OLDEST} or later on PATH{seen}: on Debian `apt-get install clang-19`, or set METAL_EMULATOR_CLANG"))
 }
 
 /// A translated file; its kernels are compiled one by one, when they are first wanted.
@@ -129,7 +55,7 @@ pub fn compile(file: &Path, options: &Options) -> Result<Compiled, String> {
         cache,
         standin,
     };
-    compiled.check_syntax()?;
+    compiled.check()?;
     Ok(compiled)
 }
 
@@ -154,19 +80,23 @@ const CHECKED: &[&str] = &[
 ];
 
 impl Compiled {
-    fn check_syntax(&self) -> Result<(), String> {
+    /// Types, names and address spaces; code of the file's that no kernel uses included.
+    fn check(&self) -> Result<(), String> {
+        let t = &self.translation;
+        let everything = t.with_all_kernels();
         let key = hash(&(
-            &self.translation.source,
+            &everything,
             &self.standin,
             &self.clang.full,
             FLAGS,
+            include_str!("spaces.rs"),
         ));
-        let done = self.cache.join(format!("syntax-{key:016x}"));
+        let done = self.cache.join(format!("checked-{key:016x}"));
         if done.exists() {
             return Ok(());
         }
-        let source = self.cache.join(format!("source-{key:016x}.cpp"));
-        write_atomically(&source, self.translation.source.as_bytes())?;
+        let source = self.cache.join(format!("check-{key:016x}.cpp"));
+        write_atomically(&source, t.source.as_bytes())?;
         let mut cmd = Command::new(&self.clang.path);
         cmd.args(FLAGS)
             .arg("-fsyntax-only")
@@ -174,6 +104,9 @@ impl Compiled {
             .arg(self.standin.join("include"))
             .arg(&source);
         finish(cmd, "compiling")?;
+        write_atomically(&source, everything.as_bytes())?;
+        crate::spaces::check(self.clang, &self.standin, &source)?;
+        let _ = std::fs::remove_file(&source);
         write_atomically(&done, b"")
     }
 
@@ -295,84 +228,4 @@ fn runtime_object(clang: &Clang, standin: &Path, cache: &Path) -> Result<PathBuf
         std::fs::rename(&temporary, &object).map_err(|e| format!("{}: {e}", object.display()))?;
     }
     Ok(object)
-}
-
-/// Writes the stand-in's headers and the runtime's source to the cache, in a folder named by their hash.
-fn unpack(cache: &Path) -> Result<PathBuf, String> {
-    static DONE: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    let go = || {
-        let swizzle = crate::swizzle::header();
-        let dir = cache.join(format!(
-            "standin-{:016x}",
-            hash(&(STANDIN, RUNTIME, &swizzle))
-        ));
-        for (name, text) in STANDIN.iter().chain(&[("swizzle.h", swizzle.as_str())]) {
-            write_once(&dir.join("include").join(name), text)?;
-        }
-        for (name, text) in RUNTIME {
-            write_once(&dir.join("runtime").join(name), text)?;
-        }
-        for name in APPLE_HEADERS.split_whitespace() {
-            write_once(&dir.join("apple").join(name), "\n")?;
-        }
-        Ok(dir)
-    };
-    DONE.get_or_init(go).clone()
-}
-
-fn write_once(path: &Path, text: &str) -> Result<(), String> {
-    if path.exists() {
-        return Ok(());
-    }
-    write_atomically(path, text.as_bytes())
-}
-
-fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), String> {
-    let dir = path.parent().unwrap_or(Path::new("."));
-    let temporary = path.with_extension(format!("{}.tmp", unique()));
-    std::fs::create_dir_all(dir)
-        .and_then(|()| std::fs::write(&temporary, bytes))
-        .and_then(|()| std::fs::rename(&temporary, path))
-        .map_err(|e| format!("{}: {e}", path.display()))
-}
-
-/// `METAL_EMULATOR_CACHE`, or a folder beside the running test in cargo's target directory.
-fn cache_dir() -> PathBuf {
-    if let Ok(d) = std::env::var("METAL_EMULATOR_CACHE") {
-        return d.into();
-    }
-    let exe = std::env::current_exe().unwrap_or_default();
-    let target = exe.ancestors().find(|a| a.join("CACHEDIR.TAG").exists());
-    target
-        .map_or_else(std::env::temp_dir, Path::to_path_buf)
-        .join("metal-emulator")
-}
-
-fn unique() -> String {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-    static N: AtomicUsize = AtomicUsize::new(0);
-    format!(
-        "{}-{}",
-        std::process::id(),
-        N.fetch_add(1, Ordering::Relaxed)
-    )
-}
-
-fn hash<T: Hash>(v: &T) -> u64 {
-    let mut h = DefaultHasher::new();
-    v.hash(&mut h);
-    h.finish()
-}
-
-fn finish(mut cmd: Command, what: &str) -> Result<Output, String> {
-    let out = cmd
-        .output()
-        .map_err(|e| format!("{what}: {:?}: {e}", cmd.get_program()))?;
-    if out.status.success() {
-        return Ok(out);
-    }
-    Err(format!(
-        "{what} failed:\n{}",
-        String::from_utf8_lossy(&out.stderr)
-    ))
 }
