@@ -5,6 +5,7 @@ mod bandwidth;
 mod common;
 mod decode;
 mod matmul;
+mod mtp;
 
 use clap::{Parser, Subcommand};
 
@@ -19,6 +20,8 @@ struct Cli {
 enum What {
     /// The affine and the plain matmul, beside candle's k-quants.
     Matmul(matmul::Args),
+    /// Decode speed by MTP depth, beside plain decoding.
+    Mtp(mtp::Args),
     /// Passes of a model by number of rows, against what its bytes allow.
     Decode(decode::Args),
 }
@@ -26,6 +29,7 @@ enum What {
 fn main() -> anyhow::Result<()> {
     match Cli::parse().what {
         What::Matmul(args) => matmul::run(&args),
+        What::Mtp(args) => mtp::run(&args),
         What::Decode(args) => decode::run(&args),
     }
 }

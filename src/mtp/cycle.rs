@@ -21,7 +21,7 @@ const ACCEPT: u64 = 2;
 const AFTER: u64 = 3;
 
 /// Sees a cycle's tokens before anything is committed, and may say after how many of them the text ends.
-pub type Ends<'a> = dyn FnMut(&[u32]) -> Option<usize> + 'a;
+pub type Ends<'a> = dyn FnMut(&[u32]) -> Option<usize> + Send + 'a;
 
 /// A session that takes part in a pass.
 pub struct Step<'a> {
@@ -49,6 +49,10 @@ struct Plan {
 /// head's and the trunk's passes, and every sequence gets the bits that it gets alone. A session whose logits are useless
 /// gets an error of its own and stays as it was.
 pub fn step_all(model: &Model, cx: &Context, steps: &mut [Step]) -> Result<Vec<Result<Vec<u32>>>> {
+    model.in_pool(|| cycle(model, cx, steps))
+}
+
+fn cycle(model: &Model, cx: &Context, steps: &mut [Step]) -> Result<Vec<Result<Vec<u32>>>> {
     let start = Instant::now();
     let span = tracing::debug_span!("mtp_cycle", sequences = steps.len());
     let _entered = span.enter();

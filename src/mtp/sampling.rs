@@ -184,24 +184,37 @@ impl Sampling {
 }
 
 fn argmax(logits: &[f32]) -> Result<u32> {
-    let mut best = (0, f32::NEG_INFINITY);
-    for (i, l) in logits.iter().enumerate() {
-        if l.is_nan() {
-            let what =
-                format!("the logit of token {i} is NaN: the weights or the dtype are at fault");
-            return Err(Error::argument("sampling", what));
-        }
-        if *l > best.1 {
-            best = (i, *l);
+    // In lanes, which vectorise: a vocabulary has a quarter of a million tokens.
+    const LANES: usize = 16;
+    let (mut best, mut nan) = ([f32::NEG_INFINITY; LANES], [false; LANES]);
+    let mut take = |lane: usize, l: f32| {
+        best[lane] = if l > best[lane] { l } else { best[lane] };
+        nan[lane] |= l.is_nan();
+    };
+    let chunks = logits.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for (lane, l) in chunk.iter().enumerate() {
+            take(lane, *l);
         }
     }
-    if best.1 == f32::NEG_INFINITY {
-        return Err(Error::argument(
+    for (lane, l) in rest.iter().enumerate() {
+        take(lane, *l);
+    }
+    if nan.contains(&true) {
+        let token = logits.iter().position(|l| l.is_nan()).unwrap_or(0);
+        let what =
+            format!("the logit of token {token} is NaN: the weights or the dtype are at fault");
+        return Err(Error::argument("sampling", what));
+    }
+    let top = best.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    match logits.iter().position(|l| *l == top) {
+        Some(token) if top > f32::NEG_INFINITY => Ok(token as u32),
+        _ => Err(Error::argument(
             "sampling",
             "no token has a logit above -inf",
-        ));
+        )),
     }
-    Ok(best.0 as u32)
 }
 
 /// Standard Gumbel noise of a token at a position.

@@ -245,7 +245,7 @@ impl Model {
 
     /// Runs a pass on a thread of the pool: from another thread, each of its hundreds of parallel loops would wake the pool and
     /// wait, tens of microseconds at a time.
-    fn in_pool<R: Send>(&self, pass: impl FnOnce() -> R + Send) -> R {
+    pub(crate) fn in_pool<R: Send>(&self, pass: impl FnOnce() -> R + Send) -> R {
         match self.device {
             Device::Cpu => rayon::scope(|_| pass()),
             _ => pass(),
