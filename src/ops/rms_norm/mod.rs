@@ -1,10 +1,13 @@
 //! Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467), plain and gated with SiLU.
 
+mod metal;
+
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Shape, Tensor, D};
 use rayon::prelude::*;
 
 use super::cpu::{contiguous, for_element, to_f32, Element};
+use super::launch::{self, Operand};
 use super::vector::{self, Kernel};
 use super::{check, Context};
 use crate::error::Result;
@@ -18,6 +21,10 @@ const PARALLEL: usize = 1 << 15;
 /// Computed in f32, rounded once to `x`'s dtype. Zero-centred weights are loaded as `1 + w`.
 pub fn rms_norm(cx: &Context, x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let dtype = checked(x, weight)?;
+    if launch::wanted(cx, x) {
+        cx.routes().count(OP, "metal", dtype);
+        return on_metal(cx, x, None, weight, eps);
+    }
     cx.routes().count(OP, "cpu", dtype);
     let op = RmsNorm::new(weight, eps)?;
     Ok(x.contiguous()?.apply_op1_no_bwd(&op)?)
@@ -35,10 +42,34 @@ pub fn rms_norm_gated(
     check::dtype(OP, "z", z, dtype)?;
     let shape: Vec<_> = x.dims().iter().map(|d| Some(*d)).collect();
     check::shape(OP, "z", z, &shape)?;
+    if launch::wanted(cx, x) {
+        cx.routes().count(OP, "gated/metal", dtype);
+        return on_metal(cx, x, Some(z), weight, eps);
+    }
     cx.routes().count(OP, "gated_cpu", dtype);
     let op = RmsNorm::new(weight, eps)?;
     let (x, z) = (x.contiguous()?, z.contiguous()?);
     Ok(x.apply_op2_no_bwd(&z, &op)?)
+}
+
+fn on_metal(
+    cx: &Context,
+    x: &Tensor,
+    z: Option<&Tensor>,
+    weight: &Tensor,
+    eps: f64,
+) -> Result<Tensor> {
+    let weight = weight.contiguous()?;
+    let of = |t: &Tensor| Operand::of(OP, t);
+    let followed = Operand::common_rows(&of(x)?, &of(z.unwrap_or(x))?).is_some();
+    let (x, z) = match followed {
+        true => (x.clone(), z.cloned()),
+        false => (x.contiguous()?, z.map(|z| z.contiguous()).transpose()?),
+    };
+    let z_operand = z.as_ref().map(of).transpose()?;
+    let plan = metal::plan(&of(&x)?, &of(&weight)?, z_operand.as_ref(), eps as f32)?;
+    let operands: Vec<&Tensor> = [&x, &weight].into_iter().chain(&z).collect();
+    launch::run_one(cx, &plan, &operands)
 }
 
 fn checked(x: &Tensor, weight: &Tensor) -> Result<DType> {

@@ -1,10 +1,13 @@
 //! Gates: `x * sigmoid(gate)` after full attention, `x * silu(gate)` inside a feed-forward layer.
 
+mod metal;
+
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
 use rayon::prelude::*;
 
 use super::cpu::{contiguous, for_element, Element};
+use super::launch::{self, Operand};
 use super::vector::{self, Kernel};
 use super::{check, Context};
 use crate::error::Result;
@@ -43,22 +46,38 @@ enum Gate {
 }
 
 fn apply(cx: &Context, x: &Tensor, gate: &Tensor, kind: Gate) -> Result<Tensor> {
-    let op = kind.name();
+    let op = kind.op();
     let dtype = check::activation(op, "x", x)?;
     check::dtype(op, "gate", gate, dtype)?;
     let shape: Vec<_> = x.dims().iter().map(|d| Some(*d)).collect();
     check::shape(op, "gate", gate, &shape)?;
+    if launch::wanted(cx, x) {
+        cx.routes().count(op, "metal", dtype);
+        let of = |t: &Tensor| Operand::of(op, t);
+        let (x, gate) = match Operand::common_rows(&of(x)?, &of(gate)?) {
+            Some(_) => (x.clone(), gate.clone()),
+            None => (x.contiguous()?, gate.contiguous()?),
+        };
+        let plan = metal::plan(kind, &of(&x)?, &of(&gate)?)?;
+        return launch::run_one(cx, &plan, &[&x, &gate]);
+    }
     cx.routes().count(op, "cpu", dtype);
     let (x, gate) = (x.contiguous()?, gate.contiguous()?);
     Ok(x.apply_op2_no_bwd(&gate, &kind)?)
 }
 
-impl CustomOp2 for Gate {
-    fn name(&self) -> &'static str {
+impl Gate {
+    fn op(self) -> &'static str {
         match self {
             Self::Sigmoid => "sigmoid_gate",
             Self::Silu => "silu_gate",
         }
+    }
+}
+
+impl CustomOp2 for Gate {
+    fn name(&self) -> &'static str {
+        self.op()
     }
 
     fn cpu_fwd(
