@@ -123,6 +123,7 @@ static void arithmetic(int kind, const Place *p, const char *text, uintptr_t pc,
 void __ubsan_handle_out_of_bounds(Place *p, uintptr_t) { arithmetic(EMU_F_BOUNDS, p, "array index out of bounds", PC, true); }
 void __ubsan_handle_shift_out_of_bounds(Place *p, uintptr_t, uintptr_t) { arithmetic(EMU_F_ARITHMETIC, p, "shift by the type's width or more", PC, false); }
 void __ubsan_handle_divrem_overflow(Place *p, uintptr_t, uintptr_t) { arithmetic(EMU_F_ARITHMETIC, p, "integer division by zero", PC, true); }
+void __ubsan_handle_alignment_assumption(Place *p, uintptr_t, uintptr_t, uintptr_t) { arithmetic(EMU_F_MISALIGNED, p, "an address that is not aligned as the code says", PC, false); }
 void __ubsan_handle_type_mismatch_v1(Place *p, uintptr_t at) {
   if (at < 4096) return;                                 // null: the access itself is reported
   arithmetic(EMU_F_MISALIGNED, p, "access through a pointer that is not aligned to its type", PC, false);

@@ -25,8 +25,12 @@ static bool settle(Worker *w, SimdGroup &g, Thread *me) {
   if (!g.arrived) return false;
   Thread *lead = thread_of(w, g.lo + __builtin_ctz(g.arrived));
   unsigned who = g.arrived;
-  if (g.mixed) {                                         // lanes at different operations
+  if (g.mixed) {                                         // lanes at different operations: the first in the source goes first
     who = 0;
+    for (unsigned m = g.arrived; m; m &= m - 1) {
+      Thread *t = thread_of(w, g.lo + __builtin_ctz(m));
+      if (t->at.line < lead->at.line || (t->at.line == lead->at.line && t->at.col < lead->at.col)) lead = t;
+    }
     for (unsigned m = g.arrived; m; m &= m - 1) {
       Thread *t = thread_of(w, g.lo + __builtin_ctz(m));
       if (same_site(t, lead)) { who |= 1u << t->lane; continue; }

@@ -32,6 +32,7 @@ const APPLE_HEADERS: &str = "metal_stdlib metal_simdgroup metal_simdgroup_matrix
 pub fn unpack(cache: &Path) -> Result<PathBuf, String> {
     static DONE: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let go = || {
+        prune(cache);
         let swizzle = crate::swizzle::header();
         let dir = cache.join(format!(
             "standin-{:016x}",
@@ -61,6 +62,36 @@ pub fn unpack(cache: &Path) -> Result<PathBuf, String> {
         Ok(dir)
     };
     DONE.get_or_init(go).clone()
+}
+
+/// Keeps the cache from growing for ever: when it is large, what nobody has used for a day goes.
+fn prune(cache: &Path) {
+    const LARGE: usize = 8000;
+    let Ok(dir) = std::fs::read_dir(cache) else {
+        return;
+    };
+    let files: Vec<_> = dir.flatten().collect();
+    if files.len() < LARGE {
+        return;
+    }
+    for f in files {
+        let unused = f
+            .metadata()
+            .ok()
+            .filter(|m| m.is_file())
+            .and_then(|m| m.modified().ok())
+            .and_then(|t| t.elapsed().ok());
+        if unused.is_some_and(|d| d.as_secs() > 24 * 3600) {
+            let _ = std::fs::remove_file(f.path());
+        }
+    }
+}
+
+/// Notes that a file of the cache is in use.
+pub fn touch(path: &Path) {
+    if let Ok(f) = std::fs::File::options().append(true).open(path) {
+        let _ = f.set_modified(std::time::SystemTime::now());
+    }
 }
 
 fn write_once(path: &Path, text: &str) -> Result<(), String> {

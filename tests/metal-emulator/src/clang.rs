@@ -19,6 +19,9 @@ pub fn clang() -> Result<&'static Clang, String> {
 }
 
 fn find_clang() -> Result<Clang, String> {
+    if !cfg!(target_os = "linux") || !cfg!(any(target_arch = "x86_64", target_arch = "aarch64")) {
+        return Err("the emulator runs on Linux, on x86-64 and aarch64".into());
+    }
     let named = std::env::var("METAL_EMULATOR_CLANG").ok();
     let names: Vec<String> = match &named {
         Some(n) => vec![n.clone()],

@@ -1,5 +1,5 @@
 //! Turns a .metal file into shared libraries, one per kernel and mode, kept by the hash of all that went in.
-use crate::cache::{cache_dir, hash, unique, unpack, write_atomically, RUNTIME};
+use crate::cache::{cache_dir, hash, touch, unique, unpack, write_atomically, RUNTIME};
 use crate::clang::{clang, finish, Clang};
 use crate::launch::Mode;
 use crate::translate::{translate, Translation};
@@ -95,7 +95,9 @@ impl Compiled {
         if done.exists() {
             return Ok(());
         }
-        let source = self.cache.join(format!("check-{key:016x}.cpp"));
+        let source = self
+            .cache
+            .join(format!("check-{key:016x}.{}.cpp", unique()));
         write_atomically(&source, t.source.as_bytes())?;
         let mut cmd = Command::new(&self.clang.path);
         cmd.args(FLAGS)
@@ -103,10 +105,12 @@ impl Compiled {
             .arg("-I")
             .arg(self.standin.join("include"))
             .arg(&source);
-        finish(cmd, "compiling")?;
-        write_atomically(&source, everything.as_bytes())?;
-        crate::spaces::check(self.clang, &self.standin, &source)?;
+        let result = finish(cmd, "compiling").and_then(|_| {
+            write_atomically(&source, everything.as_bytes())?;
+            crate::spaces::check(self.clang, &self.standin, &source)
+        });
         let _ = std::fs::remove_file(&source);
+        result?;
         write_atomically(&done, b"")
     }
 
@@ -129,6 +133,7 @@ impl Compiled {
         ));
         let library = self.cache.join(format!("kernel-{key:016x}.so"));
         if library.exists() {
+            touch(&library);
             return Ok(library);
         }
         let source = self

@@ -1,38 +1,14 @@
 //! A launch's buffers in memory of their own: inaccessible pages on both sides, shadow cells where checked mode needs them.
 use crate::ffi::{Region, READ, READ_WRITE, WRITE};
+use crate::pages::{protect, Access, Pages};
 use std::ptr::null_mut;
 
-const PAGE: usize = 4096;
 /// Inaccessible space on both sides, so that a stray access meets no other buffer.
 const GUARD: usize = 1 << 20;
 /// What the free bytes of a buffer's own pages hold: NaNs to whoever reads them.
 const POISON: u8 = 0xff;
 /// The strictest alignment of an MSL type (ulong4).
 const ALIGN: usize = 32;
-
-/// Pages that are given back when dropped.
-struct Pages {
-    at: *mut u8,
-    len: usize,
-}
-
-impl Pages {
-    fn new(len: usize, access: i32) -> Self {
-        let len = len.next_multiple_of(PAGE).max(PAGE);
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new mapping anywhere.
-        let at = unsafe { libc::mmap(null_mut(), len, access, flags, -1, 0) };
-        assert!(at != libc::MAP_FAILED, "no memory for {len} bytes");
-        Self { at: at.cast(), len }
-    }
-}
-
-impl Drop for Pages {
-    fn drop(&mut self) {
-        // SAFETY: mapped with this length.
-        unsafe { libc::munmap(self.at.cast(), self.len) };
-    }
-}
 
 pub(crate) struct Copy {
     pages: Pages,
@@ -47,16 +23,16 @@ impl Copy {
     /// Memory for `data`; an output starts as NaNs. The end lies as close to an inaccessible page as alignment allows.
     pub fn new(index: usize, kind: i32, data: &[u8], checked: bool) -> Self {
         let len = data.len();
-        let body = len.next_multiple_of(PAGE).max(PAGE);
-        let pages = Pages::new(body + 2 * GUARD, libc::PROT_NONE);
+        let body = len
+            .next_multiple_of(crate::pages::PAGE)
+            .max(crate::pages::PAGE);
+        let pages = Pages::new(body + 2 * GUARD, Access::None);
         // two cells and two program counters per byte
-        let shadow = (checked && kind != READ)
-            .then(|| Pages::new(len * 24, libc::PROT_READ | libc::PROT_WRITE));
+        let shadow = (checked && kind != READ).then(|| Pages::new(len * 24, Access::Write));
         // SAFETY: the body lies inside the mapping, the data inside the body.
         unsafe {
             let first = pages.at.add(GUARD);
-            let ok = libc::mprotect(first.cast(), body, libc::PROT_READ | libc::PROT_WRITE);
-            assert!(ok == 0, "no memory for {body} bytes");
+            protect(first, body, Access::Write);
             let slack = body - len.next_multiple_of(ALIGN);
             let start = first.add(slack);
             first.write_bytes(POISON, slack);
@@ -66,7 +42,7 @@ impl Copy {
                 _ => start.copy_from_nonoverlapping(data.as_ptr(), len),
             }
             if kind == READ {
-                libc::mprotect(first.cast(), body, libc::PROT_READ);
+                protect(first, body, Access::Read);
             }
             Self {
                 pages,

@@ -1,121 +1,135 @@
 //! Crashes of kernels in fast mode become faults: the handler sends the thread to the runtime, which abandons the kernel.
 //! Signals that arise anywhere else go to whoever handled them before.
 use crate::library::Loaded;
-use std::cell::Cell;
 use std::ffi::c_void;
-use std::mem::MaybeUninit;
-use std::ptr::null;
-use std::sync::OnceLock;
 
-const SIGNALS: [i32; 5] = [
-    libc::SIGSEGV,
-    libc::SIGBUS,
-    libc::SIGFPE,
-    libc::SIGILL,
-    libc::SIGTRAP,
-];
-
-thread_local! {
-    static RUNNING: Cell<(*const Loaded, *mut c_void)> = const { Cell::new((null(), std::ptr::null_mut())) };
-}
-
-/// Runs `f`, during which crashes of the kernel that `worker` runs are caught.
-pub(crate) fn guarded(loaded: &Loaded, worker: *mut c_void, f: impl FnOnce()) {
-    install();
-    let before = RUNNING.replace((loaded, worker));
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn guarded(loaded: &Loaded, _: *mut c_void, f: impl FnOnce()) {
+    let _ = (loaded.crash, loaded.crash_stack);
     f();
-    RUNNING.set(before);
 }
 
-static PREVIOUS: OnceLock<[libc::sigaction; SIGNALS.len()]> = OnceLock::new();
+#[cfg(target_os = "linux")]
+pub(crate) use linux::guarded;
 
-fn install() {
-    PREVIOUS.get_or_init(|| {
-        SIGNALS.map(|signal| {
-            // SAFETY: sigaction structures are plain data; the handler is of the SA_SIGINFO kind.
-            unsafe {
-                let mut previous = MaybeUninit::<libc::sigaction>::zeroed().assume_init();
-                let mut new = MaybeUninit::<libc::sigaction>::zeroed().assume_init();
-                new.sa_sigaction = handler as *const () as usize;
-                new.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-                libc::sigemptyset(&mut new.sa_mask);
-                libc::sigaction(signal, &new, &mut previous);
-                previous
+#[cfg(target_os = "linux")]
+mod linux {
+    use super::*;
+    use std::cell::Cell;
+    use std::mem::MaybeUninit;
+    use std::ptr::null;
+    use std::sync::OnceLock;
+
+    const SIGNALS: [i32; 5] = [
+        libc::SIGSEGV,
+        libc::SIGBUS,
+        libc::SIGFPE,
+        libc::SIGILL,
+        libc::SIGTRAP,
+    ];
+
+    thread_local! {
+        static RUNNING: Cell<(*const Loaded, *mut c_void)> = const { Cell::new((null(), std::ptr::null_mut())) };
+    }
+
+    /// Runs `f`, during which crashes of the kernel that `worker` runs are caught.
+    pub(crate) fn guarded(loaded: &Loaded, worker: *mut c_void, f: impl FnOnce()) {
+        install();
+        let before = RUNNING.replace((loaded, worker));
+        f();
+        RUNNING.set(before);
+    }
+
+    static PREVIOUS: OnceLock<[libc::sigaction; SIGNALS.len()]> = OnceLock::new();
+
+    fn install() {
+        PREVIOUS.get_or_init(|| {
+            SIGNALS.map(|signal| {
+                // SAFETY: sigaction structures are plain data; the handler is of the SA_SIGINFO kind.
+                unsafe {
+                    let mut previous = MaybeUninit::<libc::sigaction>::zeroed().assume_init();
+                    let mut new = MaybeUninit::<libc::sigaction>::zeroed().assume_init();
+                    new.sa_sigaction = handler as *const () as usize;
+                    new.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+                    libc::sigemptyset(&mut new.sa_mask);
+                    libc::sigaction(signal, &new, &mut previous);
+                    previous
+                }
+            })
+        });
+    }
+
+    extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut c_void) {
+        let (loaded, worker) = RUNNING.get();
+        // SAFETY: set by `guarded` around the run; the context is this signal's.
+        let caught = !loaded.is_null()
+            && unsafe { redirect(&*loaded, worker, signal, info, context.cast()) };
+        if !caught {
+            // Back to the previous handler: the instruction runs again and meets it.
+            let i = SIGNALS.iter().position(|&s| s == signal).unwrap_or(0);
+            if let Some(previous) = PREVIOUS.get() {
+                // SAFETY: what was installed before.
+                unsafe { libc::sigaction(signal, &previous[i], std::ptr::null_mut()) };
             }
-        })
-    });
-}
-
-extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut c_void) {
-    let (loaded, worker) = RUNNING.get();
-    // SAFETY: set by `guarded` around the run; the context is this signal's.
-    let caught =
-        !loaded.is_null() && unsafe { redirect(&*loaded, worker, signal, info, context.cast()) };
-    if !caught {
-        // Back to the previous handler: the instruction runs again and meets it.
-        let i = SIGNALS.iter().position(|&s| s == signal).unwrap_or(0);
-        if let Some(previous) = PREVIOUS.get() {
-            // SAFETY: what was installed before.
-            unsafe { libc::sigaction(signal, &previous[i], std::ptr::null_mut()) };
         }
     }
-}
 
-/// 0 memory, 1 division, 2 trap.
-fn kind(signal: i32) -> i32 {
-    match signal {
-        libc::SIGSEGV | libc::SIGBUS => 0,
-        libc::SIGFPE => 1,
-        _ => 2,
+    /// 0 memory, 1 division, 2 trap.
+    fn kind(signal: i32) -> i32 {
+        match signal {
+            libc::SIGSEGV | libc::SIGBUS => 0,
+            libc::SIGFPE => 1,
+            _ => 2,
+        }
     }
-}
 
-#[cfg(target_arch = "x86_64")]
-unsafe fn redirect(
-    l: &Loaded,
-    worker: *mut c_void,
-    signal: i32,
-    info: *mut libc::siginfo_t,
-    uc: *mut libc::ucontext_t,
-) -> bool {
-    let stack = (l.crash_stack)(worker) as usize;
-    if stack == 0 {
-        return false;
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn redirect(
+        l: &Loaded,
+        worker: *mut c_void,
+        signal: i32,
+        info: *mut libc::siginfo_t,
+        uc: *mut libc::ucontext_t,
+    ) -> bool {
+        let stack = (l.crash_stack)(worker) as usize;
+        if stack == 0 {
+            return false;
+        }
+        let g = &mut (*uc).uc_mcontext.gregs;
+        let write = (g[libc::REG_ERR as usize] & 2) != 0;
+        g[libc::REG_RDI as usize] = worker as i64;
+        g[libc::REG_RSI as usize] = (*info).si_addr() as i64;
+        g[libc::REG_RDX as usize] = g[libc::REG_RIP as usize] + 1; // as a return address is: after the instruction's start
+        g[libc::REG_RCX as usize] = i64::from(kind(signal));
+        g[libc::REG_R8 as usize] = i64::from(write);
+        g[libc::REG_RSP as usize] = (stack & !15) as i64 - 8;
+        g[libc::REG_RIP as usize] = l.crash as usize as i64;
+        true
     }
-    let g = &mut (*uc).uc_mcontext.gregs;
-    let write = (g[libc::REG_ERR as usize] & 2) != 0;
-    g[libc::REG_RDI as usize] = worker as i64;
-    g[libc::REG_RSI as usize] = (*info).si_addr() as i64;
-    g[libc::REG_RDX as usize] = g[libc::REG_RIP as usize] + 1; // as a return address is: after the instruction's start
-    g[libc::REG_RCX as usize] = i64::from(kind(signal));
-    g[libc::REG_R8 as usize] = i64::from(write);
-    g[libc::REG_RSP as usize] = (stack & !15) as i64 - 8;
-    g[libc::REG_RIP as usize] = l.crash as usize as i64;
-    true
-}
 
-#[cfg(target_arch = "aarch64")]
-unsafe fn redirect(
-    l: &Loaded,
-    worker: *mut c_void,
-    signal: i32,
-    info: *mut libc::siginfo_t,
-    uc: *mut libc::ucontext_t,
-) -> bool {
-    let stack = (l.crash_stack)(worker) as usize;
-    if stack == 0 {
-        return false;
+    #[cfg(target_arch = "aarch64")]
+    unsafe fn redirect(
+        l: &Loaded,
+        worker: *mut c_void,
+        signal: i32,
+        info: *mut libc::siginfo_t,
+        uc: *mut libc::ucontext_t,
+    ) -> bool {
+        let stack = (l.crash_stack)(worker) as usize;
+        if stack == 0 {
+            return false;
+        }
+        let m = &mut (*uc).uc_mcontext;
+        let arguments = [
+            worker as u64,
+            (*info).si_addr() as u64,
+            m.pc + 1,
+            kind(signal) as u64,
+            0,
+        ];
+        m.regs[..5].copy_from_slice(&arguments);
+        m.sp = (stack & !15) as u64;
+        m.pc = l.crash as usize as u64;
+        true
     }
-    let m = &mut (*uc).uc_mcontext;
-    let arguments = [
-        worker as u64,
-        (*info).si_addr() as u64,
-        m.pc + 1,
-        kind(signal) as u64,
-        0,
-    ];
-    m.regs[..5].copy_from_slice(&arguments);
-    m.sp = (stack & !15) as u64;
-    m.pc = l.crash as usize as u64;
-    true
 }

@@ -135,7 +135,14 @@ fn matmul(
         seed,
         ..Launch::default()
     };
+    let start = std::time::Instant::now();
     let report = library.run(&mut launch, mode)?;
+    if n >= 1024 {
+        println!(
+            "{mode:?} {m}x{k}x{n} matrix {matrix}: {:?}, {report:?}",
+            start.elapsed()
+        );
+    }
     let mut worst = 0f32;
     for (i, got) in y.iter().enumerate() {
         let (row, col) = (i / n, i % n);
@@ -191,10 +198,7 @@ fn speed() {
         (Mode::Checked, 1024),
     ] {
         for matrix in [false, true] {
-            let t = std::time::Instant::now();
-            let (report, _) = matmul(&library, matrix, 8, (1024, k), mode, 0).unwrap();
-            let all = t.elapsed();
-            println!("{mode:?} 8x{k}x1024 matrix {matrix}: {all:?} with the reference, {report:?}");
+            matmul(&library, matrix, 8, (1024, k), mode, 0).unwrap();
         }
     }
 }
@@ -212,4 +216,30 @@ fn injected_race_is_found() {
     let fault = matmul(&library, true, 5, (61, 256), Mode::Checked, 0).unwrap_err();
     println!("{fault}");
     assert!(fault.to_string().contains("data race"), "{fault}");
+}
+
+#[test]
+#[ignore = "prints times"]
+fn launch_overhead() {
+    let library = Library::compile(file("language.metal"), &[]).unwrap();
+    for mode in MODES {
+        for (groups, threads) in [(1, 1), (1, 256), (64, 256)] {
+            let start = std::time::Instant::now();
+            for _ in 0..500 {
+                let mut y = vec![0.0f32; 20];
+                let mut launch = Launch {
+                    kernel: "nothing",
+                    buffers: vec![Buffer::read_write(0, &mut y)],
+                    grid: Grid::Threadgroups([groups, 1, 1]),
+                    threadgroup: [threads, 1, 1],
+                    ..Launch::default()
+                };
+                library.run(&mut launch, mode).unwrap();
+            }
+            println!(
+                "{mode:?}: {groups} threadgroups of {threads}: {:?} a launch",
+                start.elapsed() / 500
+            );
+        }
+    }
 }

@@ -351,3 +351,59 @@ fn offsets_and_shared_memory() {
         assert_eq!(bytes_of(&pool[..32]), bytes_of(&values()));
     }
 }
+
+#[test]
+fn lanes_that_diverge_meet_again() {
+    if !available("divergence") {
+        return;
+    }
+    let (library, x) = (library(), values());
+    let sum: f32 = x[16..].iter().sum();
+    let most = |round: usize| {
+        (0..32)
+            .filter(|i| i % 3 > round)
+            .map(|i| x[i])
+            .fold(f32::MIN, f32::max)
+    };
+    for mode in MODES {
+        let mut y = vec![0.0f32; 32];
+        let buffers = vec![Buffer::read(0, &x), Buffer::write(1, &mut y)];
+        let mut launch = Launch {
+            kernel: "divergent",
+            buffers,
+            threadgroup: [32, 1, 1],
+            allow_divergent_simd: true,
+            ..Launch::default()
+        };
+        library.run(&mut launch, mode).unwrap();
+        for (i, got) in y.into_iter().enumerate() {
+            let mut want = if i >= 16 { sum } else { 0.0 };
+            want += (0..i % 3).map(most).sum::<f32>();
+            assert!(
+                (got - want - 32.0).abs() < 1e-4,
+                "{mode:?} lane {i}: {got}, not {}",
+                want + 32.0
+            );
+        }
+    }
+}
+
+#[test]
+fn kernels_in_namespaces_and_with_other_names() {
+    if !available("names") {
+        return;
+    }
+    let library = library();
+    assert!(!library.kernels().iter().any(|k| k == "original"));
+    for (kernel, factor) in [("renamed", 2.0), ("made_f32", 1.0)] {
+        let mut y = vec![0.0f32; 8];
+        run(
+            &library,
+            kernel,
+            vec![Buffer::write(0, &mut y)],
+            8,
+            Mode::Checked,
+        );
+        assert_eq!(y[7], 7.0 * factor);
+    }
+}

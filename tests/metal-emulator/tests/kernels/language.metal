@@ -130,3 +130,27 @@ kernel void legal(device const float* x [[buffer(0)]], device float* y [[buffer(
   if (lane >= 8) { y[g] = a; return; }           // early, where no barrier follows
   y[g] = a + 0.0f * simd_sum(a);                 // among the lanes that are left
 }
+
+kernel void nothing(device float* y [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  if (i == 0) y[0] = 1;
+}
+
+// Legal though rare: lanes at different simd operations meet again.
+kernel void divergent(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_index_in_simdgroup]]) {
+  float a = 0;
+  if (i >= 16) a = simd_sum(x[i]);
+  for (uint k = 0; k < i % 3; k++) a += simd_max(x[i]);
+  y[i] = a + simd_sum(1.0f);
+}
+
+namespace inner {
+namespace deeper {
+inline float twice(thread const float& v) { return 2 * v; }
+[[kernel, host_name("renamed")]] void original(device float* y [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  const float v = float(i);
+  y[i] = twice(v);
+}
+template <typename T> [[kernel]] void made(device T* y [[buffer(0)]], uint i [[thread_position_in_grid]]) { y[i] = T(i); }
+template [[host_name("made_f32")]] [[kernel]] decltype(made<float>) made<float>;
+}
+}
