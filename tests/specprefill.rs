@@ -11,7 +11,7 @@ use candle_specprefill::ops::Context;
 use candle_specprefill::qwen3_5::{Capture, Keep, Model, Rows, Wanted};
 use candle_specprefill::specprefill::{
     admit, kept_rows, select, select_chunks, union, AttentionScorer, Join, Keep as KeepRows, Kept,
-    Policy, Reason, Required, Role, Rule, ScoreMemo, Scorer, ScorerInput, Scores, Scoring,
+    Policy, Reason, Report, Required, Role, Rule, ScoreMemo, Scorer, ScorerInput, Scores, Scoring,
     Settings, Span,
 };
 use proptest::prelude::*;
@@ -563,4 +563,79 @@ fn the_memo_forgets_what_was_not_used_for_longest() {
     assert!(memo.get("a", &[2]).is_none() && memo.len() == 2);
     assert_eq!(memo.get("b", &[1]).unwrap().importance, [3.0]);
     assert_eq!(memo.get("a", &[1]).unwrap().importance, [1.0]);
+}
+
+/// What a browser would show of the article, without what a rule drops.
+fn shown(page: &str, only_kept: bool) -> String {
+    let article = page.split("<article>").nth(1).unwrap();
+    let article = article.split("</article>").next().unwrap();
+    let mut out = String::new();
+    for span in article.split("<span class=\"").skip(1) {
+        let (head, rest) = span.split_once('>').unwrap();
+        if !only_kept || head.starts_with('k') {
+            out.push_str(rest.split("</span>").next().unwrap());
+        }
+    }
+    let entities = [
+        ("&lt;", "<"),
+        ("&gt;", ">"),
+        ("&quot;", "\""),
+        ("&amp;", "&"),
+    ];
+    entities
+        .iter()
+        .fold(out, |text, (from, to)| text.replace(from, to))
+}
+
+#[test]
+fn the_page_shows_the_whole_prompt_and_what_was_kept() {
+    let words: Vec<String> = (0..200).map(|i| format!("w{i}<&\">é ")).collect();
+    let text = words.concat();
+    let mut end = 0;
+    let offsets: Vec<(usize, usize)> = words
+        .iter()
+        .map(|w| {
+            end += w.len();
+            (end - w.len(), end)
+        })
+        .collect();
+    let spans = [Span {
+        role: Role::System,
+        tokens: 40..50,
+    }];
+    let scores = Scores {
+        importance: (0..200).map(|i| i as f32).collect(),
+        ..Default::default()
+    };
+    let settings = Settings {
+        keep: 0.3.into(),
+        tail: 0,
+        ..Default::default()
+    };
+    let required = settings.policy.required(&spans, 200, 0);
+    let selection = select(&scores, &required, &settings);
+    let report = Report {
+        title: "a <b> title",
+        selection: &selection,
+        spans: &spans,
+        text: &text,
+        offsets: &offsets,
+        facts: &[],
+    };
+    let page = report.html();
+    assert_eq!(shown(&page, false), text);
+    let kept: String = selection
+        .kept
+        .iter()
+        .map(|i| words[*i as usize].as_str())
+        .collect();
+    assert_eq!(shown(&page, true), kept);
+    assert!(selection.kept.len() < 100 && (40..50).all(|i| selection.kept.contains(&i)));
+    assert!(page.contains("a &lt;b&gt; title") && page.contains(">system</i>"));
+    assert!(!page.contains("<script") && !page.contains("http"));
+    let json = serde_json::to_string(&selection).unwrap();
+    assert_eq!(
+        serde_json::from_str::<candle_specprefill::specprefill::Selection>(&json).unwrap(),
+        selection
+    );
 }

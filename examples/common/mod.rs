@@ -184,6 +184,16 @@ fn depth(text: &str) -> std::result::Result<Depth, String> {
 }
 
 impl GenerateArgs {
+    /// The scorer, in a word.
+    pub fn scorer_name(&self) -> String {
+        match &self.scorer {
+            Scoring::Attention(s) if s.lookahead > 1 => format!("look-ahead of {}", s.lookahead),
+            Scoring::Attention(s) => format!("window of {}", s.window),
+            Scoring::Random { seed } => format!("random, seed {seed}"),
+            Scoring::Uniform => "uniform".into(),
+        }
+    }
+
     /// As the library takes them.
     pub fn options(&self) -> GenerateOptions {
         let mut options = GenerateOptions {

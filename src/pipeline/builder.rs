@@ -7,7 +7,8 @@ use candle_core::{DType, Device};
 
 use super::generation::{self, Generation};
 use super::prefix::PrefixStore;
-use super::spans::{self, RenderedPrompt};
+use super::reading::Reading;
+use super::spans::{self, RenderedPrompt, Selected};
 use super::{ChatTemplate, GenerateOptions, GenerationConfig, Message, Prompt, TextTokenizer};
 use crate::mtp::check_head;
 use crate::ops::Context;
@@ -275,6 +276,8 @@ impl SpecPrefillPipeline {
         Ok(RenderedPrompt {
             spans: spans::token_spans(&bytes, &offsets),
             tokens,
+            text,
+            offsets,
             fixed,
         })
     }
@@ -285,21 +288,31 @@ impl SpecPrefillPipeline {
         Ok((prompt.tokens, prompt.fixed))
     }
 
-    /// Starts an answer. What is wrong with the prompt or the options is refused here; the work runs on a thread of its own
-    /// and arrives as events. Dropping the iterator ends it.
-    pub fn generate(
-        &self,
-        prompt: impl Into<Prompt>,
-        options: &GenerateOptions,
-    ) -> Result<Generation> {
-        let start = std::time::Instant::now();
+    /// What SpecPrefill would keep of a prompt, without an answer.
+    pub fn select(&self, prompt: impl Into<Prompt>, options: &GenerateOptions) -> Result<Selected> {
         options.validate()?;
-        let prompt = match prompt.into() {
+        let prompt = self.prompt(prompt.into())?;
+        let reading = Reading {
+            parts: &self.parts,
+            prompt: &prompt,
+            options,
+            prime: false,
+            progress: &|_, _, _| {},
+        };
+        let (selection, usage) = reading.choose(&Context::default())?;
+        Ok(Selected {
+            prompt,
+            selection,
+            usage,
+        })
+    }
+
+    fn prompt(&self, prompt: Prompt) -> Result<RenderedPrompt> {
+        let prompt = match prompt {
             Prompt::Messages(messages) => self.render(&messages)?,
             Prompt::Tokens(tokens) => RenderedPrompt {
-                spans: vec![],
                 tokens,
-                fixed: 0,
+                ..Default::default()
             },
         };
         let tokens = &prompt.tokens;
@@ -320,6 +333,19 @@ impl SpecPrefillPipeline {
                 config.vocab_size
             )));
         }
+        Ok(prompt)
+    }
+
+    /// Starts an answer. What is wrong with the prompt or the options is refused here; the work runs on a thread of its own
+    /// and arrives as events. Dropping the iterator ends it.
+    pub fn generate(
+        &self,
+        prompt: impl Into<Prompt>,
+        options: &GenerateOptions,
+    ) -> Result<Generation> {
+        let start = std::time::Instant::now();
+        options.validate()?;
+        let prompt = self.prompt(prompt.into())?;
         generation::start(self.parts.clone(), prompt, options.clone(), start)
     }
 }

@@ -38,7 +38,7 @@ pub use generation::Generation;
 #[cfg(feature = "chat")]
 pub use generation_config::GenerationConfig;
 #[cfg(feature = "chat")]
-pub use spans::RenderedPrompt;
+pub use spans::{RenderedPrompt, Selected};
 #[cfg(feature = "chat")]
 pub use template::ChatTemplate;
 #[cfg(feature = "chat")]

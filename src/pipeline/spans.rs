@@ -2,17 +2,21 @@
 
 use std::ops::Range;
 
-use super::{ChatTemplate, Message};
-use crate::specprefill::{Role, Span};
+use super::{ChatTemplate, Message, Offsets, SpecPrefillUsage};
+use crate::specprefill::{Report, Role, Selection, Span};
 use crate::Result;
 
 /// A conversation as tokens.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RenderedPrompt {
     /// The tokens.
     pub tokens: Vec<u32>,
-    /// What they are: in order, gapless.
+    /// What they are: in order, gapless, then what messages marked. Empty for a prompt of tokens.
     pub spans: Vec<Span>,
+    /// The rendered text; empty for a prompt of tokens.
+    pub text: String,
+    /// The bytes of the text that each token stands for.
+    pub offsets: Offsets,
     /// How many tokens at the start no user turn can change: the leading system and developer messages as the template
     /// renders them.
     pub fixed: usize,
@@ -104,4 +108,32 @@ pub(super) fn token_spans(bytes: &[(Role, Range<usize>)], offsets: &[(usize, usi
         }
     });
     spans.filter(|span| !span.tokens.is_empty()).collect()
+}
+
+/// What the draft chose of a prompt.
+#[derive(Clone, Debug)]
+pub struct Selected {
+    /// The prompt.
+    pub prompt: RenderedPrompt,
+    /// The rows to read and why; `None` when all are read.
+    pub selection: Option<Selection>,
+    /// Why, and what it cost.
+    pub usage: SpecPrefillUsage,
+}
+
+impl Selected {
+    /// The selection as a page to look at; `None` when there is none or the prompt has no text.
+    pub fn html(&self, title: &str, facts: &[(String, String)]) -> Option<String> {
+        let selection = self.selection.as_ref()?;
+        let prompt = &self.prompt;
+        let report = Report {
+            title,
+            selection,
+            spans: &prompt.spans,
+            text: &prompt.text,
+            offsets: &prompt.offsets,
+            facts,
+        };
+        (!prompt.text.is_empty()).then(|| report.html())
+    }
 }
