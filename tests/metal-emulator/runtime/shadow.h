@@ -48,9 +48,9 @@ static emu_region *find_region(Worker *w, uintptr_t a) {
   return nullptr;
 }
 
-static void outside(Worker *w, Thread *t, uintptr_t a, size_t n, bool write, uintptr_t pc) {
+static void outside(Worker *w, Thread *t, uintptr_t a, size_t n, int write, uintptr_t pc) {
   char verb[24];                                         // n 0: a crash, whose width nobody knows
-  snprintf(verb, sizeof verb, n ? "%zu-byte %s" : "%.0zu%s", n, write ? "write" : "read");
+  snprintf(verb, sizeof verb, n ? "%zu-byte %s" : "%.0zu%s", n, write == 2 ? "access" : write ? "write" : "read");
   emu_launch *l = w->launch;
   uintptr_t stacks = (uintptr_t)w->stacks;
   if (a - stacks < EMU_MAX_THREADS * EMU_STACK) return fault(w, t, EMU_F_BOUNDS, {pc}, true, "%s of another thread's private memory", verb);

@@ -74,7 +74,7 @@ mod linux {
         }
     }
 
-    /// 0 memory, 1 division, 2 trap.
+    /// 0 memory, 1 division, 2 trap. (The runtime's last argument: 0 read, 1 write, 2 unknown.)
     fn kind(signal: i32) -> i32 {
         match signal {
             libc::SIGSEGV | libc::SIGBUS => 0,
@@ -125,7 +125,7 @@ mod linux {
             (*info).si_addr() as u64,
             m.pc + 1,
             kind(signal) as u64,
-            0,
+            2,
         ];
         m.regs[..5].copy_from_slice(&arguments);
         m.sp = (stack & !15) as u64;

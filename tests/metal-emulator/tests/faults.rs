@@ -208,7 +208,16 @@ fn fast_mode_catches_what_needs_no_checks() {
         "read_only",
         "divide_by_zero",
     ];
-    for &(kernel, kind) in CHECKED.iter().filter(|(k, _)| crashes.contains(k)) {
+    // aarch64 divides by zero without a word.
+    let silent = if cfg!(target_arch = "aarch64") {
+        "divide_by_zero"
+    } else {
+        ""
+    };
+    for &(kernel, kind) in CHECKED
+        .iter()
+        .filter(|(k, _)| crashes.contains(k) && *k != silent)
+    {
         expect(
             Case {
                 mode: Mode::Fast,
