@@ -1,10 +1,12 @@
 //! Grouped-query attention of packed rows over a key/value cache, causal by order in the cache.
 
 mod cpu;
+mod metal;
 
 use candle_core::{DType, Device, Tensor};
 
 use super::cpu::{for_element, to_f32, with_slice, Element};
+use super::launch::{self, Operand};
 use super::{check, Context};
 use crate::error::{Error, Result};
 
@@ -29,6 +31,17 @@ pub fn attention(
     if dims.rows > len {
         let what = format!("{} rows, but only {len} filled slots", dims.rows);
         return Err(Error::argument(OP, what));
+    }
+    if launch::wanted(cx, q) {
+        cx.routes().count(OP, metal::route(dims.rows), dtype);
+        let dense = |x: &Tensor| match x.stride()[2] {
+            1 => Ok(x.clone()),
+            _ => x.contiguous(),
+        };
+        let (q, k, v) = (dense(q)?, dense(k)?, dense(v)?);
+        let of = |x: &Tensor| Operand::of(OP, x);
+        let plan = metal::plan(dims, &of(&q)?, &of(&k)?, &of(&v)?)?;
+        return launch::run_one(cx, &plan, &[&q, &k, &v]);
     }
     cx.routes().count(OP, "cpu", dtype);
     for_element!(dtype, on_cpu(q, k, v, dims))
