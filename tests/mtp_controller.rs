@@ -208,11 +208,40 @@ fn a_disturbance_does_not_change_the_choice() {
 }
 
 #[test]
+fn what_was_learned_serves_the_next_text() {
+    let machine = &machines()[2];
+    for (share, plain) in [(0.95, false), (0.05, true)] {
+        let acceptance = |_: usize| share;
+        let mut random = Random(11);
+        let mut controller = Controller::new(4);
+        run(&mut controller, machine, &acceptance, 600, &mut random);
+        // Short texts: none of them pays for measuring again.
+        let mut seconds = 0.0;
+        for _ in 0..40 {
+            controller = controller.resume();
+            seconds += run(&mut controller, machine, &acceptance, 40, &mut random) / 40.0;
+        }
+        let best = (0..=4)
+            .map(|d| fixed(machine, &acceptance, d))
+            .fold(0.0, f64::max);
+        let speed = 1.0 / seconds / best;
+        assert!(
+            speed > if plain { 0.93 } else { 0.95 },
+            "{share}: {speed:.3}"
+        );
+    }
+    assert_eq!(
+        Controller::new(3).resume().depth(),
+        Controller::new(3).depth()
+    );
+}
+
+#[test]
 fn depths_are_checked() {
     assert!(Depth::Adaptive { max: MAX_DEPTH }.validate().is_ok());
     assert!(Depth::Fixed(MAX_DEPTH + 1).validate().is_err());
     assert_eq!(Depth::Off.max(), 0);
-    assert_eq!(Controller::new(100).depth(), MAX_DEPTH);
+    assert_eq!(Controller::new(100).max(), MAX_DEPTH);
 }
 
 proptest! {

@@ -399,3 +399,52 @@ fn a_head_that_knows_nothing_is_found_out() {
     assert!(!check.passed(), "{check:?}");
     assert!(check.advice().contains("norms"));
 }
+
+#[test]
+fn a_smaller_draft_vocabulary_changes_no_token() {
+    let model = tiny();
+    let cx = Context::default();
+    let prompt = chat("Define the word \"harbour\".");
+    let (plain, _) = decode(&model, &prompt, options(Depth::Off, 30));
+    let vocabulary = std::sync::Arc::new(
+        model
+            .draft_vocabulary(&(0..4096).step_by(2).collect::<Vec<_>>())
+            .unwrap(),
+    );
+    // The logits are those of the whole head.
+    let (_, last) = read(&model, &prompt);
+    let whole: Vec<f32> = model
+        .logits(&cx, &last)
+        .unwrap()
+        .to_dtype(DType::F32)
+        .unwrap()
+        .to_vec2()
+        .unwrap()
+        .remove(0);
+    let some = model
+        .draft_logits(&cx, &last, &vocabulary)
+        .unwrap()
+        .remove(0);
+    for (i, (a, b)) in whole.iter().zip(&some).enumerate() {
+        assert_eq!(*b, if i % 2 == 0 { *a } else { f32::NEG_INFINITY });
+    }
+    for sampling in [Sampling::default(), sampled(4)] {
+        let run = |depth, draft_vocabulary| {
+            let o = SessionOptions {
+                draft_vocabulary,
+                sampling: sampling.clone(),
+                ..options(depth, 30)
+            };
+            decode(&model, &prompt, o)
+        };
+        let (want, _) = run(Depth::Off, None);
+        let (tokens, session) = run(Depth::Fixed(3), Some(vocabulary.clone()));
+        assert_eq!(tokens, want);
+        assert!(session.stats().sources.draft > 0);
+    }
+    assert!(
+        !plain.is_empty()
+            && model.draft_vocabulary(&[4096]).is_err()
+            && model.draft_vocabulary(&[]).is_err()
+    );
+}

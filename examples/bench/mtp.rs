@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result};
 use candle_core::Tensor;
 use candle_specprefill::mtp::{
-    prefill, Depth, Drafter, NGram, PrefillOptions, Session, SessionOptions, MAX_DEPTH,
+    prefill, Controller, Depth, Drafter, NGram, PrefillOptions, Session, SessionOptions, MAX_DEPTH,
 };
 use candle_specprefill::ops::Context;
 use candle_specprefill::pipeline::{ChatTemplate, Message, TextTokenizer};
@@ -82,11 +82,17 @@ struct Run {
 }
 
 impl Bench<'_> {
-    fn run(&self, prompt: &[u32], cache: &Cache, last: &Tensor, depth: Depth) -> Result<Run> {
+    fn run(
+        &self,
+        (prompt, cache, last): &(Vec<u32>, Cache, Tensor),
+        depth: Depth,
+        learned: &mut Option<Controller>,
+    ) -> Result<Run> {
         let cx = Context::default();
         let copy = self.args.copy && depth != Depth::Off;
         let options = SessionOptions {
             depth,
+            controller: learned.clone(),
             stop_tokens: self.stop.clone(),
             max_tokens: self.args.max_tokens,
             drafter: copy.then(|| Box::new(NGram::default()) as Box<dyn Drafter>),
@@ -98,6 +104,9 @@ impl Bench<'_> {
         let start = Instant::now();
         while session.finished().is_none() {
             tokens.extend(session.step(&self.model, &cx)?);
+        }
+        if let Some(controller) = session.controller() {
+            *learned = Some(controller.clone());
         }
         Ok(Run {
             seconds: start.elapsed().as_secs_f64(),
@@ -153,6 +162,8 @@ pub fn run(args: &Args) -> Result<()> {
             names.join("")
         );
     }
+    // As in a pipeline, an answer begins with what earlier ones taught.
+    let mut learned = vec![None; settings.len()];
     let (mut rows, mut ratios) = (vec![], vec![vec![]; settings.len()]);
     for (kind, prompts) in &kinds {
         let mut prefilled = vec![];
@@ -177,10 +188,10 @@ pub fn run(args: &Args) -> Result<()> {
         let mut rounds = vec![vec![]; settings.len()];
         let (mut tokens, mut cycles) = (vec![0; settings.len()], vec![0; settings.len()]);
         for round in 0..args.rounds + 1 {
-            for (prompt, cache, last) in &prefilled {
+            for prompt in &prefilled {
                 let mut plain = vec![];
                 for (i, depth) in settings.iter().enumerate() {
-                    let run = bench.run(prompt, cache, last, *depth)?;
+                    let run = bench.run(prompt, *depth, &mut learned[i])?;
                     match i {
                         0 => plain = run.tokens.clone(),
                         _ if run.tokens != plain => {

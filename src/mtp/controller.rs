@@ -47,7 +47,7 @@ pub enum Depth {
 
 impl Default for Depth {
     fn default() -> Self {
-        Self::Adaptive { max: 4 }
+        Self::Adaptive { max: 6 }
     }
 }
 
@@ -202,6 +202,11 @@ impl Controller {
         }
     }
 
+    /// The most drafts it may choose.
+    pub fn max(&self) -> usize {
+        self.max
+    }
+
     /// Whether it rests from speculation.
     pub fn is_parked(&self) -> bool {
         matches!(self.state, State::Parked(_))
@@ -212,10 +217,30 @@ impl Controller {
         self.parks
     }
 
-    /// The depths that are measured first. The first pass of a kind is slow, so each has a second.
-    fn plan(&self) -> [usize; 7] {
-        let middle = self.max.div_ceil(2);
-        [self.max, 0, middle, self.max, 0, middle, 0]
+    /// The depths that are measured first, gently: where drafts are poor, deep ones are dear. The first pass of a kind is slow,
+    /// so each has a second.
+    fn plan(&self) -> [usize; 4] {
+        let few = self.max.min(2);
+        [few, 0, few, 0]
+    }
+
+    /// For another text on the same model: what was learned of costs stays, what was learned of acceptance counts for less,
+    /// a rest is over but not forgotten.
+    pub fn resume(&self) -> Self {
+        let mut next = self.clone();
+        if matches!(self.state, State::WarmUp(_)) {
+            return Self::new(self.max);
+        }
+        for acceptance in &mut next.acceptance {
+            acceptance.right *= 0.5;
+            acceptance.seen *= 0.5;
+        }
+        next.state = match self.state {
+            State::Running if self.depth > 0 => State::Running,
+            _ => State::Retry(0, 0),
+        };
+        (next.probe, next.for_plain) = (None, 0);
+        next
     }
 
     /// What a cycle showed: `drafted` drafts were judged, the first `accepted` of them right, in `seconds` for all of it.

@@ -265,7 +265,8 @@ fn chain(
     let mut who = who.to_vec();
     loop {
         let (mut on, mut rows) = (vec![], vec![]);
-        for (row, (i, mut logits)) in who.iter().zip(logits(model, cx, &hidden)?).enumerate() {
+        let all = draft_logits(model, cx, steps, &who, &hidden)?;
+        for (row, (i, mut logits)) in who.iter().zip(all).enumerate() {
             let (session, plan) = (&mut *steps[*i].session, &mut plans[*i]);
             let at = plan.position + plan.drafts.len() as u32 + 1;
             // A head whose logits are useless costs drafts, never the text.
@@ -311,6 +312,29 @@ fn chain(
         hidden = model.draft(cx, &mut batch)?;
         who = on;
     }
+}
+
+/// Logits of a draft per sequence of `who`, over its own vocabulary where it has one.
+fn draft_logits(
+    model: &Model,
+    cx: &Context,
+    steps: &[Step],
+    who: &[usize],
+    hidden: &Tensor,
+) -> Result<Vec<Vec<f32>>> {
+    let own = |i: &usize| steps[*i].session.options.draft_vocabulary.as_ref();
+    if who.iter().all(|i| own(i).is_none()) {
+        return logits(model, cx, hidden);
+    }
+    let mut all = vec![];
+    for (row, i) in who.iter().enumerate() {
+        let hidden = hidden.narrow(0, row, 1)?;
+        all.extend(match own(i) {
+            Some(vocabulary) => model.draft_logits(cx, &hidden, vocabulary)?,
+            None => logits(model, cx, &hidden)?,
+        });
+    }
+    Ok(all)
 }
 
 /// A draft for `position`, and what it was drawn from where that matters.

@@ -1,5 +1,7 @@
 //! One sequence being decoded: what it has emitted, what its draft head has seen, and how deep it drafts.
 
+use std::sync::Arc;
+
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +13,7 @@ use super::sampling::Sampling;
 use super::stats::DecodeStats;
 use crate::error::{Error, Result};
 use crate::ops::Context;
-use crate::qwen3_5::{Cache, DraftRows, Model};
+use crate::qwen3_5::{Cache, DraftRows, DraftVocabulary, Model};
 
 /// Rows that the draft head may lag behind while nobody drafts; then it sees them in one pass, keys and values alone.
 const LAG: usize = 64;
@@ -34,10 +36,15 @@ pub enum Acceptance {
 pub struct SessionOptions {
     /// Drafts per cycle. A model without a draft head decodes plainly, and copies where `drafter` proposes.
     pub depth: Depth,
+    /// What an earlier text on this model taught ([`Session::controller`]), for adaptive depth; without it, the first cycles
+    /// measure.
+    pub controller: Option<Controller>,
     /// How drafts are judged.
     pub acceptance: Acceptance,
     /// How tokens are drawn.
     pub sampling: Sampling,
+    /// Drafts only these tokens, which is cheaper; the text stays what it is.
+    pub draft_vocabulary: Option<Arc<DraftVocabulary>>,
     /// Changes logits by what was generated.
     pub processor: Option<LogitsProcessor>,
     /// Proposes tokens beside the draft head; [`NGram`](super::NGram) copies from prompt and text. Its proposal is taken
@@ -123,7 +130,10 @@ impl Session {
         let next = cycle::draw(&options, &history, &mut logits, position)?;
         history.push(next);
         let controller = match options.depth {
-            Depth::Adaptive { max } if max > 0 => Some(Controller::new(max)),
+            Depth::Adaptive { max } if max > 0 => Some(match options.controller.take() {
+                Some(learned) if learned.max() == max => learned.resume(),
+                _ => Controller::new(max),
+            }),
             _ => None,
         };
         let mut stats = DecodeStats {
@@ -159,6 +169,11 @@ impl Session {
     /// What was done so far.
     pub fn stats(&self) -> &DecodeStats {
         &self.stats
+    }
+
+    /// What was learned about depth, for the next text on this model.
+    pub fn controller(&self) -> Option<&Controller> {
+        self.controller.as_ref()
     }
 
     /// The cache. The last emitted token is not in it.

@@ -10,7 +10,7 @@ use super::prefix::PrefixStore;
 use super::reading::Reading;
 use super::spans::{self, RenderedPrompt, Selected};
 use super::{ChatTemplate, GenerateOptions, GenerationConfig, Message, Prompt, TextTokenizer};
-use crate::mtp::check_head;
+use crate::mtp::{check_head, Controller};
 use crate::ops::Context;
 use crate::qwen3_5::{LoadOptions, Model};
 use crate::specprefill::{check_draft, Costs, ScoreMemo, Scorer};
@@ -128,6 +128,7 @@ impl Builder {
             parts: Arc::new(Parts {
                 target,
                 head_fault,
+                controller: Mutex::new(None),
                 draft,
                 tokenizer,
                 template,
@@ -190,6 +191,8 @@ pub(super) struct Parts {
     pub target: Model,
     /// Why the target's MTP head is not used.
     pub head_fault: Option<String>,
+    /// What earlier answers taught about the depth of drafts.
+    pub controller: Mutex<Option<Controller>>,
     pub draft: Option<Model>,
     pub tokenizer: TextTokenizer,
     pub template: ChatTemplate,

@@ -1,7 +1,7 @@
 //! One answer: choose rows, prefill them, decode, report.
 
 use std::sync::mpsc::{channel, Receiver, Sender};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use super::builder::Parts;
@@ -116,10 +116,13 @@ impl Request<'_> {
         specprefill.prefill_s = begun.elapsed().as_secs_f64();
         reading.learn(kept.len(), &specprefill);
         let copy = self.options.copy && self.options.mtp_depth != Depth::Off;
+        let learned = self.parts.controller.lock();
         let session_options = SessionOptions {
             depth,
+            controller: learned.unwrap_or_else(PoisonError::into_inner).clone(),
             acceptance: self.options.acceptance,
             sampling: self.options.sampling.clone(),
+            draft_vocabulary: None,
             processor: self.options.processor.clone(),
             drafter: copy.then(|| Box::new(NGram::default()) as Box<dyn Drafter>),
             prompt: self.tokens.to_vec(),
@@ -154,6 +157,14 @@ impl Request<'_> {
                 return Ok(());
             }
         };
+        if let Some(learned) = session.controller() {
+            let mut place = self
+                .parts
+                .controller
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            *place = Some(learned.clone());
+        }
         let end = Instant::now();
         let first = first.unwrap_or(end);
         answer.finish()?;

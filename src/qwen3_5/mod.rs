@@ -16,4 +16,4 @@ mod weights;
 
 pub use crate::ops::gated_delta::Keep;
 pub use cache::{Cache, Mark};
-pub use model::{Capture, DraftRows, LoadOptions, Model, Rows, Wanted};
+pub use model::{Capture, DraftRows, DraftVocabulary, LoadOptions, Model, Rows, Wanted};

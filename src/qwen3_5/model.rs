@@ -76,6 +76,21 @@ pub struct DraftRows<'a> {
     pub positions: &'a [u32],
 }
 
+/// An output head over some of the tokens, for drafts.
+#[derive(Clone, Debug)]
+pub struct DraftVocabulary {
+    ids: Vec<u32>,
+    weight: Weight,
+    full: usize,
+}
+
+impl DraftVocabulary {
+    /// Its tokens, sorted.
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+}
+
 /// What a pass records beside its result.
 #[derive(Debug, Default)]
 pub struct Capture {
@@ -345,6 +360,42 @@ impl Model {
     pub fn logits(&self, cx: &Context, hidden: &Tensor) -> Result<Tensor> {
         let head = self.lm_head.as_ref().unwrap_or(&self.embedding);
         self.in_pool(|| ops::matmul(cx, hidden, head))
+    }
+
+    /// A smaller output head for drafts, of the tokens `ids` (sorted here, repeats dropped): drafts then cost less, and
+    /// verification keeps the text what it is.
+    pub fn draft_vocabulary(&self, ids: &[u32]) -> Result<DraftVocabulary> {
+        let mut ids = ids.to_vec();
+        ids.sort_unstable();
+        ids.dedup();
+        if ids.is_empty() {
+            return Err(Error::argument("draft_vocabulary", "no tokens"));
+        }
+        let head = self.lm_head.as_ref().unwrap_or(&self.embedding);
+        Ok(DraftVocabulary {
+            weight: head.select(&ids)?,
+            ids,
+            full: self.config.vocab_size,
+        })
+    }
+
+    /// [`Model::logits`] over a smaller vocabulary, f32 `[rows][vocab]` with `-inf` for the tokens it lacks.
+    pub fn draft_logits(
+        &self,
+        cx: &Context,
+        hidden: &Tensor,
+        vocabulary: &DraftVocabulary,
+    ) -> Result<Vec<Vec<f32>>> {
+        let logits = self.in_pool(|| ops::matmul(cx, hidden, &vocabulary.weight))?;
+        let rows = logits.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+        let spread = |row: Vec<f32>| {
+            let mut all = vec![f32::NEG_INFINITY; vocabulary.full];
+            for (id, logit) in vocabulary.ids.iter().zip(row) {
+                all[*id as usize] = logit;
+            }
+            all
+        };
+        Ok(rows.into_iter().map(spread).collect())
     }
 
     /// Runs rows through the draft head, appends them to its cache and returns its output after `mtp.norm`,

@@ -120,6 +120,31 @@ impl Weight {
         }
     }
 
+    /// The rows `ids` of the weight as a weight `[ids.len(), k]`; its products have the bits that those columns have in the
+    /// whole. An id past the last row is an error.
+    pub fn select(&self, ids: &[u32]) -> Result<Self> {
+        let rows: Vec<usize> = ids.iter().map(|id| *id as usize).collect();
+        if let Some(id) = rows.iter().find(|id| **id >= self.n) {
+            return Err(Error::argument(
+                OP,
+                format!("row {id} of a weight with {}", self.n),
+            ));
+        }
+        let storage = match &self.storage {
+            Storage::Affine(w) => Storage::Affine(w.select(&rows)),
+            Storage::Dense(w) => Storage::Dense(w.select(&rows)),
+            Storage::Device(w) => {
+                let ids = Tensor::new(ids, w.device())?;
+                Storage::Device(w.index_select(&ids, 0)?)
+            }
+        };
+        Ok(Self {
+            n: ids.len(),
+            storage,
+            ..*self
+        })
+    }
+
     /// Rows of the weight as embeddings `[ids.len(), k]` of `dtype`. An id past the last row is an error.
     pub fn embed(&self, ids: &[u32], dtype: DType) -> Result<Tensor> {
         if let Some(id) = ids.iter().find(|id| **id as usize >= self.n) {

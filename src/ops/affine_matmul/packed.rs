@@ -151,6 +151,44 @@ impl Affine {
         Ok(packed)
     }
 
+    /// The rows `ids`, which exist, as a weight of their own.
+    pub(super) fn select(&self, ids: &[usize]) -> Self {
+        let (k, size) = (self.k(), self.format.group_size);
+        let mut chosen = Self {
+            n: ids.len(),
+            lines: vec![Line([0; 64]); ids.len().div_ceil(COLUMNS) * self.block_lines()],
+            ..*self
+        };
+        let block_lines = self.block_lines().max(1);
+        let pack = |(ids, lines): (&[usize], &mut [Line])| {
+            let rows: Vec<Vec<u8>> = ids
+                .iter()
+                .map(|n| (0..k).map(|k| self.code(*n, k)).collect())
+                .collect();
+            for (g, lines) in lines.chunks_exact_mut(self.group_lines()).enumerate() {
+                let (codes, floats) = lines.split_at_mut(self.code_lines());
+                for (chunk, lines) in codes.chunks_exact_mut(self.format.bits).enumerate() {
+                    pack_chunk(
+                        bytes_mut(lines),
+                        &rows,
+                        g * size + chunk * 32,
+                        self.format.bits,
+                    );
+                }
+                let floats = bytes_mut(floats);
+                for (c, n) in ids.iter().enumerate() {
+                    let (scale, bias) = self.scale_bias(*n, g);
+                    self.float.write(floats, c, scale);
+                    self.float.write(floats, COLUMNS + c, bias);
+                }
+            }
+        };
+        ids.par_chunks(COLUMNS)
+            .zip(chosen.lines.par_chunks_exact_mut(block_lines))
+            .for_each(pack);
+        chosen
+    }
+
     pub(super) fn k(&self) -> usize {
         self.groups * self.format.group_size
     }
@@ -282,6 +320,25 @@ impl Dense {
         }
         packed.lines = lines;
         Ok(packed)
+    }
+
+    /// The rows `ids`, which exist, as a weight of their own.
+    pub(super) fn select(&self, ids: &[usize]) -> Self {
+        let mut chosen = Self {
+            n: ids.len(),
+            lines: vec![Line([0; 64]); ids.len().div_ceil(COLUMNS) * self.block_lines()],
+            ..*self
+        };
+        let blocks = chosen.lines.chunks_exact_mut(self.block_lines().max(1));
+        for (ids, lines) in ids.chunks(COLUMNS).zip(blocks) {
+            let out = bytes_mut(lines);
+            for (c, n) in ids.iter().enumerate() {
+                for (k, w) in self.row(*n).enumerate() {
+                    self.float.write(out, k * COLUMNS + c, w);
+                }
+            }
+        }
+        chosen
     }
 
     /// Lines of a block of columns.
