@@ -82,8 +82,10 @@ static void fault(Worker *w, Thread *t, int kind, Where where, bool fatal, const
   va_end(a);
   while (__atomic_exchange_n(&l->lock, 1, __ATOMIC_ACQUIRE)) {}
   bool again = false;
+  unsigned of_kind = 0;                                   // at most three of a kind: the next kind may say more
   for (unsigned i = 0; i < l->nfaults; i++) {
     const emu_fault &o = l->faults[i];
+    again |= o.kind == kind && ++of_kind == 3;
     again |= where.pc ? o.pcs[0] == f.pcs[0] && o.kind == kind : !strcmp(o.text, f.text);
   }
   if (!again && l->nfaults < 8) { l->faults[l->nfaults] = f; l->nfaults++; }

@@ -66,6 +66,7 @@ const CHECKED: &[&str] = &[
     "-O1",
     "-DEMU_CHECKED=1",
     "-fno-omit-frame-pointer",
+    "-ftrivial-auto-var-init=pattern", // a variable that nobody set: a NaN, or a wild index
     "-fno-vectorize",
     "-fno-slp-vectorize",
     "-fsanitize=thread",

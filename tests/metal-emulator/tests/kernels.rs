@@ -1,7 +1,7 @@
 //! Sample kernels give the right numbers in both modes.
 use half::bf16;
 use metal_emulator::{
-    available, Buffer, Constant, Fault, Grid, Launch, Library, Mode, Options, Report,
+    available, Buffer, Constant, Fault, FaultKind, Grid, Launch, Library, Mode, Options, Report,
 };
 use std::path::PathBuf;
 
@@ -203,19 +203,49 @@ fn speed() {
     }
 }
 
+/// Bugs in a matmul that works: what is missing or wrong, the form it is in, and what it must be called.
+const INJECTED: &[(&str, bool, FaultKind)] = &[
+    ("OOB_ROWS", false, FaultKind::OutOfBounds),
+    ("DIVERGENT_SIMD", false, FaultKind::SimdDivergence),
+    ("INACTIVE_LANE", false, FaultKind::InactiveLane),
+    ("UNINIT", true, FaultKind::Uninitialised),
+    ("MISSING_BARRIER_1", true, FaultKind::Race),
+    ("MISSING_BARRIER_2", true, FaultKind::Race),
+    ("WRONG_FENCE", true, FaultKind::Race),
+    ("DIVERGENT_BARRIER", true, FaultKind::Race),
+    ("SIMD_BARRIER_ONLY", true, FaultKind::Race),
+    ("RACE", true, FaultKind::Race),
+    ("EARLY_RETURN", true, FaultKind::BarrierDivergence),
+    ("OOB_WRITE", true, FaultKind::OutOfBounds),
+];
+
 #[test]
-fn injected_race_is_found() {
-    if !available("race") {
+fn bugs_injected_into_a_matmul_are_found() {
+    if !available("injected bugs") {
         return;
     }
-    let options = Options {
-        defines: vec!["BUG_MISSING_BARRIER_1".into(), "FEW_INSTANCES".into()],
-        ..Options::default()
-    };
-    let library = Library::compile_with(file("qmm_verify.metal"), &[], &options).unwrap();
-    let fault = matmul(&library, true, 5, (61, 256), Mode::Checked, 0).unwrap_err();
-    println!("{fault}");
-    assert!(fault.to_string().contains("data race"), "{fault}");
+    for &(bug, matrix, kind) in INJECTED {
+        let options = Options {
+            defines: vec![format!("BUG_{bug}"), "FEW_INSTANCES".into()],
+            ..Options::default()
+        };
+        let library = Library::compile_with(file("qmm_verify.metal"), &[], &options).unwrap();
+        // an early return only matters where a threadgroup is not full
+        let n = if bug == "EARLY_RETURN" { 40 } else { 61 };
+        let fault = match matmul(&library, matrix, 5, (n, 256), Mode::Checked, 0) {
+            Ok(report) => panic!("{bug}: not found ({report:?})"),
+            Err(fault) => fault,
+        };
+        println!("{bug}: {}", fault.to_string().lines().next().unwrap());
+        assert_eq!(fault.kind, kind, "{bug}: {fault}");
+        assert!(
+            fault
+                .place
+                .as_deref()
+                .is_some_and(|p| p.starts_with("qmm_verify.metal:")),
+            "{bug}: {fault}"
+        );
+    }
 }
 
 #[test]

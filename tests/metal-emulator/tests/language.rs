@@ -407,3 +407,19 @@ fn kernels_in_namespaces_and_with_other_names() {
         assert_eq!(y[7], 7.0 * factor);
     }
 }
+
+#[test]
+fn variables_that_nobody_set_are_nans_in_checked_mode() {
+    if !available("variables that nobody set") {
+        return;
+    }
+    let (library, x, mut y) = (library(), values(), vec![0.0f32; 32]);
+    run(
+        &library,
+        "never_set",
+        vec![Buffer::read(0, &x), Buffer::write(1, &mut y)],
+        32,
+        Mode::Checked,
+    );
+    assert!(y.iter().all(|v| v.is_nan()), "{y:?}");
+}

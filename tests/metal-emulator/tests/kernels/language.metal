@@ -154,3 +154,10 @@ template <typename T> [[kernel]] void made(device T* y [[buffer(0)]], uint i [[t
 template [[host_name("made_f32")]] [[kernel]] decltype(made<float>) made<float>;
 }
 }
+
+// A sum that starts nowhere.
+kernel void never_set(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+  float sum[2];
+  for (uint k = 0; k < i; k++) sum[k & 1] += x[k];
+  y[i] = sum[0] + sum[1];
+}
