@@ -3,6 +3,7 @@
 
 mod attention;
 mod elementwise;
+mod matmul;
 mod rope;
 mod support;
 #[path = "../support_ops/mod.rs"]

@@ -9,6 +9,8 @@ mod activations;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod device;
+mod metal;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod packed;
@@ -17,12 +19,15 @@ mod portable;
 mod reference;
 mod run;
 
+use std::sync::{Arc, OnceLock};
+
 use candle_core::{DType, Device, Tensor};
 
-use super::{check, Context};
-use crate::affine::{self, AffineFormat};
+use super::{check, launch, Context};
+use crate::affine::AffineFormat;
 use crate::error::{Error, Result};
 use activations::{float_tiles, Fixed};
+use device::OnDevice;
 use policy::{choose, Call, Isa, Kernel};
 use run::{Job, Operands, Output};
 
@@ -37,14 +42,15 @@ pub struct Weight {
     k: usize,
     format: Option<AffineFormat>,
     storage: Storage,
+    /// A CPU weight's tensors for launches that run on CPU tensors, unpacked when first wanted.
+    unpacked: Arc<OnceLock<OnDevice>>,
 }
 
 #[derive(Clone, Debug)]
 enum Storage {
     Affine(packed::Affine),
     Dense(packed::Dense),
-    /// On another device: f32, until it has kernels.
-    Device(Tensor),
+    Device(OnDevice),
 }
 
 impl Weight {
@@ -67,15 +73,14 @@ impl Weight {
         check::shape(OP, "biases", biases, &[Some(n), Some(groups)])?;
         let storage = match device {
             Device::Cpu => Storage::Affine(packed::Affine::new(codes, scales, biases, format)?),
-            other => Storage::Device(
-                affine::dequantize(codes, scales, biases, format)?.to_device(other)?,
-            ),
+            other => Storage::Device(OnDevice::affine(codes, scales, biases, format, other)?),
         };
         Ok(Self {
             n,
             k,
             format: Some(format),
             storage,
+            unpacked: Arc::default(),
         })
     }
 
@@ -86,13 +91,14 @@ impl Weight {
         let (n, k) = weight.dims2()?;
         let storage = match device {
             Device::Cpu => Storage::Dense(packed::Dense::new(weight)?),
-            other => Storage::Device(weight.to_dtype(DType::F32)?.to_device(other)?),
+            other => Storage::Device(OnDevice::dense(weight, other)?),
         };
         Ok(Self {
             n,
             k,
             format: None,
             storage,
+            unpacked: Arc::default(),
         })
     }
 
@@ -116,7 +122,7 @@ impl Weight {
         match &self.storage {
             Storage::Affine(w) => w.lines.len() * 64,
             Storage::Dense(w) => w.lines.len() * 64,
-            Storage::Device(w) => w.elem_count() * 4,
+            Storage::Device(w) => w.size_bytes(),
         }
     }
 
@@ -159,12 +165,24 @@ impl Weight {
                 Storage::Affine(w) => values.extend(w.row(id)),
                 Storage::Dense(w) => values.extend(w.row(id)),
                 Storage::Device(w) => {
-                    let ids = Tensor::new(ids, w.device())?;
-                    return Ok(w.index_select(&ids, 0)?.to_dtype(dtype)?);
+                    return Ok(w.rows(ids)?.to_dtype(dtype)?.to_device(w.device())?);
                 }
             }
         }
         Ok(Tensor::from_vec(values, (ids.len(), self.k), &Device::Cpu)?.to_dtype(dtype)?)
+    }
+
+    /// The tensors that launches read.
+    fn on_device(&self) -> Result<&OnDevice> {
+        if let (Storage::Device(w), _) | (_, Some(w)) = (&self.storage, self.unpacked.get()) {
+            return Ok(w);
+        }
+        let unpacked = match &self.storage {
+            Storage::Affine(w) => OnDevice::unpack_affine(w)?,
+            Storage::Dense(w) => OnDevice::unpack_dense(w)?,
+            Storage::Device(w) => w.clone(),
+        };
+        Ok(self.unpacked.get_or_init(|| unpacked))
     }
 
     fn kernel(&self, m: usize, dtype: DType, isa: Isa) -> Kernel {
@@ -184,6 +202,9 @@ impl Weight {
 fn project(cx: &Context, x: &Tensor, weights: &[&Weight], isa: Isa) -> Result<Vec<Tensor>> {
     check::activation(OP, "x", x)?;
     let (rows, dtype) = (x.dim(0)?, x.dtype());
+    if launch::wanted(cx, x) {
+        return weights.iter().map(|w| on_metal(cx, x, w)).collect();
+    }
     let mut kernels = Vec::with_capacity(weights.len());
     for weight in weights {
         check::shape(OP, "x", x, &[None, Some(weight.k)])?;
@@ -193,16 +214,6 @@ fn project(cx: &Context, x: &Tensor, weights: &[&Weight], isa: Isa) -> Result<Ve
             Some(why) => cx.routes().count_fallback(OP, kernel.name, dtype, why),
         }
         kernels.push(kernel);
-    }
-    if weights
-        .iter()
-        .any(|w| matches!(w.storage, Storage::Device(_)))
-    {
-        let on_device = |w: &&Weight| match &w.storage {
-            Storage::Device(w) => device_matmul(x, w),
-            _ => Err(Error::argument(OP, "weights on two devices in one call")),
-        };
-        return weights.iter().map(on_device).collect();
     }
     let values = run::values(x)?;
     let (mut fixed, mut floats): (Vec<Fixed>, _) = (vec![], vec![]);
@@ -234,7 +245,12 @@ fn project(cx: &Context, x: &Tensor, weights: &[&Weight], isa: Isa) -> Result<Ve
                 x.map(|x| Operands::Affine(w, x))
             }
             Storage::Dense(w) => Some(Operands::Dense(w, &floats)),
-            Storage::Device(_) => None,
+            Storage::Device(_) => {
+                return Err(Error::argument(
+                    OP,
+                    "x and the weight are on different devices",
+                ))
+            }
         };
         jobs.extend(operands.map(|operands| Job {
             operands,
@@ -247,6 +263,22 @@ fn project(cx: &Context, x: &Tensor, weights: &[&Weight], isa: Isa) -> Result<Ve
     // SAFETY: every weight here is on the CPU and had its job.
     outs.map(|(out, w)| unsafe { out.tensor(rows, w.n) })
         .collect()
+}
+
+fn on_metal(cx: &Context, x: &Tensor, weight: &Weight) -> Result<Tensor> {
+    check::shape(OP, "x", x, &[None, Some(weight.k)])?;
+    let w = weight.on_device()?;
+    match w {
+        OnDevice::Affine { .. } => {
+            cx.routes().count(OP, "metal_lanes", x.dtype());
+            metal::run(cx, x, w, None, None, weight.n)
+        }
+        OnDevice::Dense(w) => {
+            let why = "no kernel for plain weights";
+            cx.routes().count_fallback(OP, "candle", x.dtype(), why);
+            device_matmul(x, w)
+        }
+    }
 }
 
 fn one(cx: &Context, x: &Tensor, weight: &Weight, isa: Isa) -> Result<Tensor> {
@@ -345,13 +377,46 @@ pub fn matmul_gathered(
 
 /// `silu(x · Gᵀ) * (x · Uᵀ)`: bitwise [`silu_gate`](super::silu_gate) of the two products, each rounded to `x`'s dtype.
 pub fn gate_up_silu(cx: &Context, x: &Tensor, gate: &Weight, up: &Weight) -> Result<Tensor> {
+    if launch::wanted(cx, x) && metal::fusable(gate, up) {
+        check::activation(OP, "x", x)?;
+        check::shape(OP, "x", x, &[None, Some(gate.k)])?;
+        cx.routes().count(OP, "gate_up/metal_lanes", x.dtype());
+        let (g, u) = (gate.on_device()?, up.on_device()?);
+        return metal::run(cx, x, g, Some(u), None, gate.n);
+    }
     let products = matmul_grouped(cx, x, &[gate, up])?;
     super::silu_gate(cx, &products[1], &products[0])
 }
 
+/// Each row of `x` `[rows, k]` times the experts chosen for it, which stand one below the other in `stacked`, `n` rows each. `choices` is
+/// `[rows, top]` (u32), the result `[rows, top, n]`: row by row the bits of [`matmul`] with that expert's own weight. An expert past the
+/// last is undefined. Only where launches run; elsewhere see [`matmul_gathered`].
+pub fn matmul_experts(
+    cx: &Context,
+    x: &Tensor,
+    stacked: &Weight,
+    choices: &Tensor,
+    n: usize,
+) -> Result<Tensor> {
+    check::activation(OP, "x", x)?;
+    check::shape(OP, "x", x, &[None, Some(stacked.k)])?;
+    check::dtype(OP, "choices", choices, DType::U32)?;
+    check::shape(OP, "choices", choices, &[Some(x.dim(0)?), None])?;
+    if n == 0 || !stacked.n.is_multiple_of(n) || !launch::wanted(cx, x) {
+        let what = format!(
+            "{} stacked rows in experts of {n}, on {:?}",
+            stacked.n,
+            x.device()
+        );
+        return Err(Error::argument(OP, what));
+    }
+    cx.routes().count(OP, "experts/metal_lanes", x.dtype());
+    metal::run(cx, x, stacked.on_device()?, None, Some(choices), n)
+}
+
 /// f32 products, each row alone.
 fn device_matmul(x: &Tensor, w: &Tensor) -> Result<Tensor> {
-    let w = w.t()?;
+    let w = w.to_dtype(DType::F32)?.t()?;
     let row = |r| -> Result<Tensor> { Ok(x.narrow(0, r, 1)?.to_dtype(DType::F32)?.matmul(&w)?) };
     let rows = (0..x.dim(0)?).map(row).collect::<Result<Vec<_>>>()?;
     Ok(Tensor::cat(&rows, 0)?.to_dtype(x.dtype())?)

@@ -1,5 +1,7 @@
 //! Which kernel a call takes: pure code, one table.
 
+pub mod metal;
+
 use std::sync::OnceLock;
 
 use candle_core::DType;

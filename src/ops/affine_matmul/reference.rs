@@ -31,7 +31,11 @@ pub fn reference(x: &Tensor, weight: &Weight) -> Result<Tensor> {
                 out.extend((0..n).map(|n| dense(w, n, row)));
             }
         }
-        Storage::Device(w) => return super::device_matmul(x, w),
+        Storage::Device(w) => {
+            let all: Vec<u32> = (0..n as u32).collect();
+            let w = w.rows(&all)?.to_device(x.device())?;
+            return super::device_matmul(x, &w);
+        }
     }
     Ok(Tensor::from_vec(out, (rows, n), &Device::Cpu)?.to_dtype(x.dtype())?)
 }

@@ -1,0 +1,258 @@
+// y[M, N] = x[M, K] * W[N, K]^T for MLX affine weights of 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128: the decode and verify form
+// ("lanes split K"). One pass over the weights for up to 8 rows.
+//
+// A simdgroup owns R columns (rows of W) for all M rows of x. A lane takes 32 consecutive codes, BITS words of each column, so a
+// simdgroup reads 128 * BITS contiguous bytes of a column. SPLIT simdgroups share columns and take every SPLIT-th block of 1024 k.
+// Per 32 codes and column d = sum(code * x), then acc += scale * d + bias * sum(x): scale and bias cost 2 operations per 32 codes.
+//
+// ROW INVARIANCE. Which lane handles which k, and in which order its terms are added, follows from K and N alone. M says how many rows
+// reuse the decoded weights. Every sum is written as fma; the library is built without fast math.
+//
+// Per code: and, or, subtract, 1/R for sum(x) and unpacking per row, M fma: 4.5 issue slots at M = 1 (R = 4), 9 at M = 4, 12.5 at M = 8 (R = 2).
+// 400 GB/s and 4.5 bits a weight leave an M1 Max 7.5 slots a code: c(2) 1.0, c(4) 1.2, c(8) 1.7 (2.4 if its L1 gives 64 bytes a clock).
+// Registers: M * R <= 16 sums twice, 16 codes, 8 x, BITS * R words: about 90; 512 threads or more reside per core. 32 * R * BITS * 4 bytes in flight
+// per simdgroup. Threadgroup memory: 4 * 16 floats.
+#include "common.h"
+
+// What memory holds: 0 f32, 1 f16, 2 bf16. Raw bits are read, so that bf16 needs no bfloat.
+constant ushort X_TYPE [[function_constant(0)]];
+constant ushort SCALE_TYPE [[function_constant(1)]];
+constant ushort GROUP [[function_constant(2)]];
+constant ushort SPLIT [[function_constant(3)]];  // simdgroups that share columns; 1, 2 or 4 of a threadgroup's 4
+constant bool GATE_UP [[function_constant(4)]];  // y = silu(x * W^T) * (x * U^T), each product rounded first
+constant bool GATHERED [[function_constant(5)]]; // one row of x per slot, its expert's N rows of W
+
+constant constexpr uint LANES = 32;
+constant constexpr uint CHUNK = 32;             // codes that a lane takes at a time
+constant constexpr uint SIMDGROUPS = 4;
+
+struct MatmulParams {
+  uint rows, n, k, top;  // gathered: slot s is row s / top of x
+};
+
+inline float value_at(device const ushort *halves, uint i, ushort type) {
+  if (type == 0) return reinterpret_cast<device const float *>(halves)[i];
+  const ushort bits = halves[i];
+  return type == 1 ? float(as_type<half>(bits)) : as_type<float>(uint(bits) << 16);
+}
+
+// Four values from element 4 * i on.
+inline void load4(device const uint4 *x, uint i, thread float *v) {
+  if (X_TYPE == 0) {
+    const float4 f = as_type<float4>(x[i]);
+#pragma unroll
+    for (uint e = 0; e < 4; e++) v[e] = f[e];
+  } else {
+    const uint2 u = reinterpret_cast<device const uint2 *>(x)[i];
+    if (X_TYPE == 1) {
+      const half4 h = as_type<half4>(u);
+#pragma unroll
+      for (uint e = 0; e < 4; e++) v[e] = float(h[e]);
+    } else {
+      v[0] = as_type<float>(u.x << 16);
+      v[1] = as_type<float>(u.x & 0xffff0000u);
+      v[2] = as_type<float>(u.y << 16);
+      v[3] = as_type<float>(u.y & 0xffff0000u);
+    }
+  }
+}
+
+inline ushort bf16_bits(float v) {
+  const uint u = as_type<uint>(v);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return ushort(u >> 16 | 0x40u);
+  return ushort((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+}
+
+// v as x's dtype holds it.
+inline float rounded(float v) {
+  if (X_TYPE == 0) return v;
+  return X_TYPE == 1 ? float(half(v)) : as_type<float>(uint(bf16_bits(v)) << 16);
+}
+
+inline void store(device ushort *y, uint i, float v) {
+  if (X_TYPE == 0) reinterpret_cast<device float *>(y)[i] = v;
+  else if (X_TYPE == 1) reinterpret_cast<device half *>(y)[i] = half(v);
+  else y[i] = bf16_bits(v);
+}
+
+template <ushort BITS>
+inline void load_words(device const uint *w, thread uint *q) {
+  if (BITS % 4 == 0) {
+#pragma unroll
+    for (ushort i = 0; i < BITS / 4; i++) {
+      const uint4 u = reinterpret_cast<device const uint4 *>(w)[i];
+      q[4 * i] = u.x, q[4 * i + 1] = u.y, q[4 * i + 2] = u.z, q[4 * i + 3] = u.w;
+    }
+  } else if (BITS % 2 == 0) {
+#pragma unroll
+    for (ushort i = 0; i < BITS / 2; i++) {
+      const uint2 u = reinterpret_cast<device const uint2 *>(w)[i];
+      q[2 * i] = u.x, q[2 * i + 1] = u.y;
+    }
+  } else {
+#pragma unroll
+    for (ushort i = 0; i < BITS; i++) q[i] = w[i];
+  }
+}
+
+// Code i of a chunk minus 2^(BITS-1), exactly and without a conversion: the code goes into the mantissa of a power of two whose unit
+// there is 1, and that power is taken away. Centred codes cancel less; the bias takes up the difference. i is known when compiled.
+template <ushort BITS>
+inline float code_at(thread const uint *q, ushort i) {
+  constexpr uint mask = (1u << BITS) - 1u;
+  const uint at = uint(i) * BITS, word = at / 32, s = at % 32;
+  constexpr float centre = float(1u << (BITS - 1));
+  if (s + BITS <= 23) {
+    const uint power = (150u - s) << 23;
+    return as_type<float>((q[word] & (mask << s)) | power) - (as_type<float>(power) + centre);
+  }
+  const uint high = s + BITS > 32 ? q[word + 1 < BITS ? word + 1 : word] << ((32u - s) & 31u) : 0u;
+  return as_type<float>(((q[word] >> s | high) & mask) | 0x4b000000u) - (8388608.0f + centre);
+}
+
+// Sums each of V values over the 32 lanes (V a power of two). While more than one is left, the halves of the simdgroup swap half of them:
+// V - 1 + (5 - log2 V) shuffles, and every value goes through the same tree (distance 16, 8, 4, 2, 1) whatever V is. On return
+// lane l holds in v[0] the total of value l / (32 / V).
+template <ushort V, ushort DISTANCE>
+struct Fold {
+  static inline void run(thread float *v, ushort lane) {
+    const bool upper = (lane & DISTANCE) != 0;
+#pragma unroll
+    for (ushort i = 0; i < V / 2; i++) {
+      const float low = v[i], high = v[i + V / 2];  // both first: `upper ? v[a] : v[b]` would become an index at run time
+      v[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, DISTANCE);
+    }
+    Fold<V / 2, DISTANCE / 2>::run(v, lane);
+  }
+};
+template <ushort DISTANCE>
+struct Fold<1, DISTANCE> {
+  static inline void run(thread float *v, ushort lane) {
+    v[0] = v[0] + simd_shuffle_xor(v[0], DISTANCE);
+    Fold<1, DISTANCE / 2>::run(v, lane);
+  }
+};
+template <>
+struct Fold<1, 0> {
+  static inline void run(thread float *, ushort) {}
+};
+
+constexpr ushort power_of_two(ushort v) { return v <= 1 ? 1 : v <= 2 ? 2 : v <= 4 ? 4 : v <= 8 ? 8 : 16; }
+
+// This simdgroup's share of the products of R columns and M rows; lane l gets the total of value l / (32 / V), value m * R + r.
+template <ushort BITS, ushort M, ushort R, ushort V>
+inline float products(device const uint *w, device const ushort *scales, device const ushort *biases, device const uint4 *x,
+                      constant MatmulParams &p, thread const uint *column, thread const uint *row, uint split, ushort lane) {
+  const uint chunks = p.k / CHUNK, groups = p.k / GROUP;
+  float acc[V];
+#pragma unroll
+  for (ushort i = 0; i < V; i++) acc[i] = 0.0f;
+  for (uint c = split * LANES + lane; c < chunks; c += SPLIT * LANES) {
+    uint q[R][BITS];
+    float s[R], b[R];
+    const uint group = c / (GROUP / CHUNK);
+#pragma unroll
+    for (ushort r = 0; r < R; r++) {
+      load_words<BITS>(w + (column[r] * chunks + c) * BITS, q[r]);
+      s[r] = value_at(scales, column[r] * groups + group, SCALE_TYPE);
+      b[r] = value_at(biases, column[r] * groups + group, SCALE_TYPE);
+    }
+    float d[V], sum[M];
+#pragma unroll
+    for (ushort i = 0; i < V; i++) d[i] = 0.0f;
+#pragma unroll
+    for (ushort m = 0; m < M; m++) sum[m] = 0.0f;
+#pragma unroll
+    for (ushort i = 0; i < CHUNK; i += 4) {
+      float code[R][4];
+#pragma unroll
+      for (ushort r = 0; r < R; r++) {
+#pragma unroll
+        for (ushort e = 0; e < 4; e++) code[r][e] = code_at<BITS>(q[r], i + e);
+      }
+#pragma unroll
+      for (ushort m = 0; m < M; m++) {  // the decoded weights stay in registers for all rows
+        float v[4];
+        load4(x, row[m] * (p.k / 4) + (c * CHUNK + i) / 4, v);
+#pragma unroll
+        for (ushort e = 0; e < 4; e++) {
+          sum[m] += v[e];
+#pragma unroll
+          for (ushort r = 0; r < R; r++) d[m * R + r] = fma(code[r][e], v[e], d[m * R + r]);
+        }
+      }
+    }
+#pragma unroll
+    for (ushort r = 0; r < R; r++) {
+      const float bias = fma(s[r], float(1u << (BITS - 1)), b[r]);
+#pragma unroll
+      for (ushort m = 0; m < M; m++) acc[m * R + r] = fma(s[r], d[m * R + r], fma(bias, sum[m], acc[m * R + r]));
+    }
+  }
+  Fold<V, 16>::run(acc, lane);
+  return acc[0];
+}
+
+template <ushort BITS, ushort M, ushort R>
+[[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * LANES)]] void affine_lanes(
+    device const uint *w [[buffer(0)]],
+    device const ushort *scales [[buffer(1)]],
+    device const ushort *biases [[buffer(2)]],
+    device const uint4 *x [[buffer(3)]],
+    device ushort *y [[buffer(4)]],
+    constant MatmulParams &p [[buffer(5)]],
+    device const uint *up [[buffer(6)]],
+    device const ushort *up_scales [[buffer(7)]],
+    device const ushort *up_biases [[buffer(8)]],
+    device const uint *experts [[buffer(9)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane [[thread_index_in_simdgroup]]) {
+  constexpr ushort V = power_of_two(M * R), SPAN = LANES / V;
+  threadgroup float part[2][SIMDGROUPS * V];
+  const uint split = simdgroup % SPLIT, tile = group.x * (SIMDGROUPS / SPLIT) + simdgroup / SPLIT;
+  const uint first_column = tile * R, first_row = group.y * M;
+  const uint expert = GATHERED ? experts[group.y] * p.n : 0u;
+  uint column[R], row[M];  // past the edge: the last one again, dropped at the end, so nobody leaves before a shuffle
+#pragma unroll
+  for (ushort r = 0; r < R; r++) column[r] = expert + min(first_column + r, p.n - 1);
+#pragma unroll
+  for (ushort m = 0; m < M; m++) row[m] = GATHERED ? group.y / p.top : min(first_row + m, p.rows - 1);
+
+  float total = products<BITS, M, R, V>(w, scales, biases, x, p, column, row, split, lane), second = 0.0f;
+  if (GATE_UP) second = products<BITS, M, R, V>(up, up_scales, up_biases, x, p, column, row, split, lane);
+  const ushort i = lane / SPAN;
+  if (SPLIT > 1) {  // partial totals in a fixed order
+    if (lane % SPAN == 0) {
+      part[0][simdgroup * V + i] = total;
+      if (GATE_UP) part[1][simdgroup * V + i] = second;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    total = 0.0f, second = 0.0f;
+    for (ushort k = 0; k < SPLIT; k++) {
+      total += part[0][(simdgroup - split + k) * V + i];
+      if (GATE_UP) second += part[1][(simdgroup - split + k) * V + i];
+    }
+  }
+  const uint m = i / R, n = first_column + i % R;
+  if (split == 0 && lane % SPAN == 0 && m < M && n < p.n && (GATHERED || first_row + m < p.rows)) {
+    if (GATE_UP) total = rounded(second) * silu_f32(rounded(total));
+    store(y, (first_row + m) * p.n + n, total);
+  }
+}
+
+#define LANES_OF(BITS) \
+  INSTANCE("affine_lanes_b" #BITS "_m1", affine_lanes, BITS, 1, 4) \
+  INSTANCE("affine_lanes_b" #BITS "_m2", affine_lanes, BITS, 2, 4) \
+  INSTANCE("affine_lanes_b" #BITS "_m3", affine_lanes, BITS, 3, 4) \
+  INSTANCE("affine_lanes_b" #BITS "_m4", affine_lanes, BITS, 4, 4) \
+  INSTANCE("affine_lanes_b" #BITS "_m5", affine_lanes, BITS, 5, 2) \
+  INSTANCE("affine_lanes_b" #BITS "_m6", affine_lanes, BITS, 6, 2) \
+  INSTANCE("affine_lanes_b" #BITS "_m7", affine_lanes, BITS, 7, 2) \
+  INSTANCE("affine_lanes_b" #BITS "_m8", affine_lanes, BITS, 8, 2)
+LANES_OF(2)
+LANES_OF(3)
+LANES_OF(4)
+LANES_OF(5)
+LANES_OF(6)
+LANES_OF(8)

@@ -1,0 +1,134 @@
+//! Weights as the Metal kernels read them: MLX's own layout, untouched, on the tensors' device.
+
+use candle_core::{DType, Device, Tensor};
+
+use super::packed::{Affine, Dense, Float};
+use crate::affine::AffineFormat;
+use crate::error::Result;
+
+/// A weight's tensors, contiguous.
+#[derive(Clone, Debug)]
+pub(super) enum OnDevice {
+    /// Codes `[n, k*bits/32]`, scales and biases `[n, k/group_size]` of one dtype.
+    Affine {
+        codes: Tensor,
+        scales: Tensor,
+        biases: Tensor,
+        format: AffineFormat,
+    },
+    /// `[n, k]` in its own dtype.
+    Dense(Tensor),
+}
+
+impl OnDevice {
+    pub(super) fn affine(
+        codes: &Tensor,
+        scales: &Tensor,
+        biases: &Tensor,
+        format: AffineFormat,
+        device: &Device,
+    ) -> Result<Self> {
+        // Mixed dtypes are read as f32.
+        let dtype = match scales.dtype() == biases.dtype() {
+            true => scales.dtype(),
+            false => DType::F32,
+        };
+        let put = |t: &Tensor| t.contiguous()?.to_device(device)?.force_contiguous();
+        Ok(Self::Affine {
+            codes: put(codes)?,
+            scales: put(&scales.to_dtype(dtype)?)?,
+            biases: put(&biases.to_dtype(dtype)?)?,
+            format,
+        })
+    }
+
+    pub(super) fn dense(weight: &Tensor, device: &Device) -> Result<Self> {
+        let weight = weight.contiguous()?.to_device(device)?;
+        Ok(Self::Dense(weight.force_contiguous()?))
+    }
+
+    /// Unpacks a CPU weight, for launches that run on CPU tensors.
+    pub(super) fn unpack_affine(w: &Affine) -> Result<Self> {
+        let (n, k, bits) = (w.n, w.k(), w.format.bits);
+        let row_words = k * bits / 32;
+        let mut words = vec![0u32; n * row_words];
+        let (mut scales, mut biases) = (vec![], vec![]);
+        for r in 0..n {
+            let row = &mut words[r * row_words..][..row_words];
+            for i in 0..k {
+                let (code, at) = (w.code(r, i) as u64, i * bits);
+                let placed = code << (at % 32);
+                row[at / 32] |= placed as u32;
+                if placed >> 32 != 0 {
+                    row[at / 32 + 1] |= (placed >> 32) as u32;
+                }
+            }
+            for g in 0..w.groups {
+                let (scale, bias) = w.scale_bias(r, g);
+                scales.push(scale);
+                biases.push(bias);
+            }
+        }
+        let cpu = &Device::Cpu;
+        let floats =
+            |v: Vec<f32>| Tensor::from_vec(v, (n, w.groups), cpu)?.to_dtype(dtype(w.float));
+        Ok(Self::Affine {
+            codes: Tensor::from_vec(words, (n, row_words), cpu)?,
+            scales: floats(scales)?,
+            biases: floats(biases)?,
+            format: w.format,
+        })
+    }
+
+    /// The same for a plain weight.
+    pub(super) fn unpack_dense(w: &Dense) -> Result<Self> {
+        let values: Vec<f32> = (0..w.n).flat_map(|r| w.row(r)).collect();
+        let weight = Tensor::from_vec(values, (w.n, w.k), &Device::Cpu)?;
+        Ok(Self::Dense(weight.to_dtype(dtype(w.float))?))
+    }
+
+    pub(super) fn size_bytes(&self) -> usize {
+        let of = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+        match self {
+            Self::Affine {
+                codes,
+                scales,
+                biases,
+                ..
+            } => of(codes) + of(scales) + of(biases),
+            Self::Dense(w) => of(w),
+        }
+    }
+
+    /// The rows with these numbers, in f32 on the CPU.
+    pub(super) fn rows(&self, ids: &[u32]) -> Result<Tensor> {
+        let pick = |t: &Tensor| {
+            let ids = Tensor::new(ids, t.device())?;
+            t.index_select(&ids, 0)?.to_device(&Device::Cpu)
+        };
+        match self {
+            Self::Affine {
+                codes,
+                scales,
+                biases,
+                format,
+            } => crate::affine::dequantize(&pick(codes)?, &pick(scales)?, &pick(biases)?, *format),
+            Self::Dense(w) => Ok(pick(w)?.to_dtype(DType::F32)?),
+        }
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        match self {
+            Self::Affine { codes, .. } => codes.device(),
+            Self::Dense(w) => w.device(),
+        }
+    }
+}
+
+fn dtype(float: Float) -> DType {
+    match float {
+        Float::F32 => DType::F32,
+        Float::Bf16 => DType::BF16,
+        Float::F16 => DType::F16,
+    }
+}
