@@ -100,20 +100,36 @@ impl OnDevice {
         }
     }
 
-    /// The rows with these numbers, in f32 on the CPU.
-    pub(super) fn rows(&self, ids: &[u32]) -> Result<Tensor> {
-        let pick = |t: &Tensor| {
-            let ids = Tensor::new(ids, t.device())?;
-            t.index_select(&ids, 0)?.to_device(&Device::Cpu)
-        };
-        match self {
+    /// The weight of the rows with these numbers.
+    pub(super) fn select(&self, ids: &[u32]) -> Result<Self> {
+        let ids = Tensor::new(ids, self.device())?;
+        Ok(match self {
             Self::Affine {
                 codes,
                 scales,
                 biases,
                 format,
-            } => crate::affine::dequantize(&pick(codes)?, &pick(scales)?, &pick(biases)?, *format),
-            Self::Dense(w) => Ok(pick(w)?.to_dtype(DType::F32)?),
+            } => Self::Affine {
+                codes: codes.index_select(&ids, 0)?,
+                scales: scales.index_select(&ids, 0)?,
+                biases: biases.index_select(&ids, 0)?,
+                format: *format,
+            },
+            Self::Dense(w) => Self::Dense(w.index_select(&ids, 0)?),
+        })
+    }
+
+    /// The rows with these numbers, in f32 on the CPU.
+    pub(super) fn rows(&self, ids: &[u32]) -> Result<Tensor> {
+        let cpu = |t: &Tensor| t.to_device(&Device::Cpu);
+        match self.select(ids)? {
+            Self::Affine {
+                codes,
+                scales,
+                biases,
+                format,
+            } => crate::affine::dequantize(&cpu(&codes)?, &cpu(&scales)?, &cpu(&biases)?, format),
+            Self::Dense(w) => Ok(cpu(&w)?.to_dtype(DType::F32)?),
         }
     }
 

@@ -89,9 +89,8 @@ pub(super) fn plan(call: &Product) -> Result<Plan> {
         .input(3, 0, call.x)
         .write(4, y)
         .params(5, Params::default().u32(rows).u32(n).u32(k).u32(top));
-    for i in 0..3 {
-        launch = launch.input(i, 1 + i, call.weight[i]);
-        launch = launch.input(6 + i, second + i, up[i]);
+    for (i, (w, u)) in call.weight.into_iter().zip(up).enumerate() {
+        launch = launch.input(i, 1 + i, w).input(6 + i, second + i, u);
     }
     launch = match call.choices {
         Some(c) => launch.input(9, choices, c),

@@ -139,14 +139,12 @@ impl Weight {
         let storage = match &self.storage {
             Storage::Affine(w) => Storage::Affine(w.select(&rows)),
             Storage::Dense(w) => Storage::Dense(w.select(&rows)),
-            Storage::Device(w) => {
-                let ids = Tensor::new(ids, w.device())?;
-                Storage::Device(w.index_select(&ids, 0)?)
-            }
+            Storage::Device(w) => Storage::Device(w.select(ids)?),
         };
         Ok(Self {
             n: ids.len(),
             storage,
+            unpacked: Arc::default(),
             ..*self
         })
     }
