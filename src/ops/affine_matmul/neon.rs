@@ -1,4 +1,4 @@
-//! The kernels with NEON, four columns to a vector. Compiled and run under emulation only; not yet timed on hardware.
+//! The kernels with NEON, four columns to a vector. Run under emulation (qemu), not timed on hardware.
 //!
 //! `smlal` multiplies 16-bit codes by 16-bit limbs into 32-bit sums, exactly; even and odd K have lanes of their own and are
 //! added at the end of a group, so the sums are the portable ones.
