@@ -36,4 +36,9 @@ impl Context {
     pub(crate) fn launcher(&self) -> Option<&dyn Launcher> {
         self.launcher.as_deref()
     }
+
+    /// The launcher, for what outlives the call.
+    pub(crate) fn shared_launcher(&self) -> Option<Arc<dyn Launcher>> {
+        self.launcher.clone()
+    }
 }

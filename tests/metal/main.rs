@@ -3,6 +3,7 @@
 
 mod attention;
 mod elementwise;
+mod gated_delta;
 mod matmul;
 mod rope;
 mod support;

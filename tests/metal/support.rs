@@ -53,10 +53,10 @@ impl Launcher for Emulator {
         }
         for (n, o) in plan.outputs.iter().enumerate() {
             let len = o.shape.iter().product::<usize>() * o.dtype.size_in_bytes();
-            memory.push((Place::Output(n), vec![0; len], false));
+            memory.push(unwritten(plan, Place::Output(n), len));
         }
         for (n, len) in plan.scratch.iter().enumerate() {
-            memory.push((Place::Scratch(n), vec![0; *len], false));
+            memory.push(unwritten(plan, Place::Scratch(n), *len));
         }
         for launch in &plan.launches {
             self.launch(launch, &mut memory)?;
@@ -138,6 +138,16 @@ impl Emulator {
         library.run(&mut run, self.mode).map_err(failed)?;
         Ok(())
     }
+}
+
+/// Memory for a launch to fill. Where several launches share the work, it holds NaN and no launch has to write all of it.
+fn unwritten(plan: &Plan, place: Place, len: usize) -> (Place, Vec<u8>, bool) {
+    let writes = |l: &&Launch| {
+        let mut arguments = l.arguments.iter();
+        arguments.any(|(_, a)| matches!(a, Argument::Write(p, _) if *p == place))
+    };
+    let shared = plan.launches.iter().filter(writes).count() > 1;
+    (place, vec![0xff; len], shared)
 }
 
 fn failed(e: impl std::fmt::Display) -> candle_specprefill::Error {

@@ -23,6 +23,16 @@ impl Tile {
         Self(vec![[0.0; LANES]; key_dim])
     }
 
+    /// From rows of up to [`LANES`] lanes.
+    pub(super) fn from_rows<'a>(rows: impl Iterator<Item = &'a [f32]>) -> Self {
+        let lanes = |row: &[f32]| {
+            let mut lanes = [0.0; LANES];
+            lanes[..row.len()].copy_from_slice(row);
+            lanes
+        };
+        Self(rows.map(lanes).collect())
+    }
+
     pub(super) fn row(&self, i: usize) -> Lanes {
         self.0[i]
     }

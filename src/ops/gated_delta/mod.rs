@@ -1,14 +1,16 @@
 //! Gated delta net: causal depthwise convolution, SiLU, normalised keys and queries, and the gated delta rule
 //! (Yang et al., arXiv 2412.06464).
 
+mod device;
 mod kernel;
+mod metal;
 mod reference;
 mod state;
 
 use candle_core::{DType, Device, Tensor};
 
 use super::cpu::{for_element, to_f32, Element};
-use super::{check, Context};
+use super::{check, launch, Context};
 use crate::error::{Error, Result};
 
 pub use reference::reference;
@@ -95,9 +97,9 @@ impl GatedDeltaParams {
         };
         Ok(Self {
             dims,
-            conv,
-            a_log,
-            dt_bias,
+            conv: conv.contiguous()?,
+            a_log: a_log.contiguous()?,
+            dt_bias: dt_bias.contiguous()?,
             prepared,
         })
     }
@@ -126,6 +128,10 @@ pub fn gated_delta(
     keep: Keep,
 ) -> Result<Tensor> {
     let dtype = checked(qkv, a, b, params, state)?;
+    if launch::wanted(cx, qkv) {
+        cx.routes().count(OP, "metal", dtype);
+        return state.advance_on_device(cx, params, [qkv, a, b], keep);
+    }
     cx.routes().count(OP, "serial", dtype);
     let rows = qkv.dim(0)?;
     for_element!(dtype, run(rows, qkv, a, b, params, state, keep))
@@ -159,7 +165,7 @@ fn run<T: Element>(
         };
         let out =
             &mut out[first * d.value_heads * d.value_dim..][..n * d.value_heads * d.value_dim];
-        state.advance(&params.prepared, &input, keep, out);
+        state.advance(&params.prepared, &input, keep, out)?;
     }
     let out: Vec<T> = out.iter().map(|v| T::round(*v)).collect();
     let shape = (rows, d.value_heads, d.value_dim);
