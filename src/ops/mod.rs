@@ -14,6 +14,7 @@ pub mod gates;
 pub mod launch;
 #[cfg(feature = "metal")]
 mod metal;
+pub mod moe;
 pub mod rms_norm;
 pub mod rope;
 pub mod routes;

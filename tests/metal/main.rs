@@ -5,6 +5,7 @@ mod attention;
 mod elementwise;
 mod gated_delta;
 mod matmul;
+mod moe;
 mod rope;
 mod support;
 #[path = "../support_ops/mod.rs"]
