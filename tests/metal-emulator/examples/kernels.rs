@@ -1,19 +1,29 @@
-//! Compiles .metal files for both modes and lists their kernels and function constants: `cargo run -p metal-emulator --example kernels -- a.metal -DX`.
+//! Compiles .metal files for both modes and lists their kernels: `cargo run -p metal-emulator --example kernels -- a.metal -DX`.
+//! With `--check` kernels are not compiled, only types and address spaces looked at.
 use metal_emulator::{Library, Mode, Options};
 
 fn main() {
-    let (mut options, mut failed) = (Options::default(), false);
-    let (defines, files): (Vec<_>, Vec<_>) =
-        std::env::args().skip(1).partition(|a| a.starts_with("-D"));
-    options.defines = defines.iter().map(|d| d[2..].to_string()).collect();
-    for file in files {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let options = Options {
+        defines: arguments
+            .iter()
+            .filter_map(|a| a.strip_prefix("-D"))
+            .map(String::from)
+            .collect(),
+        ..Options::default()
+    };
+    let compile = !arguments.iter().any(|a| a == "--check");
+    let all = |library: Library| {
+        if compile {
+            library.prepare(Mode::Fast, |_| true)?;
+            library.prepare(Mode::Checked, |_| true)?;
+        }
+        Ok(library)
+    };
+    let mut failed = false;
+    for file in arguments.iter().filter(|a| !a.starts_with('-')) {
         let start = std::time::Instant::now();
-        let all = |l: Library| {
-            l.prepare(Mode::Fast, |_| true)?;
-            l.prepare(Mode::Checked, |_| true)?;
-            Ok(l)
-        };
-        match Library::compile_with(&file, &[], &options).and_then(all) {
+        match Library::compile_with(file, &[], &options).and_then(all) {
             Ok(library) => {
                 println!(
                     "{file}: {} kernels, {:?}",

@@ -48,7 +48,13 @@ pub fn compile(file: &Path, options: &Options) -> Result<Compiled, String> {
     let out = finish(cmd, "preprocessing")?;
     let source =
         String::from_utf8(out.stdout).map_err(|e| format!("{}: not UTF-8: {e}", file.display()))?;
-    let translation = translate(&source).map_err(|e| format!("{}: {e}", file.display()))?;
+    let translation = translate(&source).map_err(|e| {
+        if e.contains(".metal:") {
+            e
+        } else {
+            format!("{}: {e}", file.display())
+        }
+    })?;
     let compiled = Compiled {
         translation,
         clang,

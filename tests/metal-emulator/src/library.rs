@@ -91,9 +91,10 @@ impl Library {
         let declared = self.function_constants();
         for (name, value) in constants {
             let index = name.parse::<usize>().ok();
-            let Some(c) = declared
+            let Some((slot, c)) = declared
                 .iter()
-                .find(|c| c.name == *name || Some(c.index) == index)
+                .enumerate()
+                .find(|(_, c)| c.name == *name || Some(c.index) == index)
             else {
                 let names: Vec<_> = declared
                     .iter()
@@ -114,7 +115,7 @@ impl Library {
                     c.ty
                 )));
             }
-            library.constants[c.index] = RawConstant { bits, set: 1, size };
+            library.constants[slot] = RawConstant { bits, set: 1, size };
         }
         Ok(library)
     }

@@ -1,5 +1,5 @@
 // Type traits, limits, math, integer and relational functions. Included inside namespace msl::metal.
-using ::msl::vec; using ::msl::bfloat; using ::msl::half; using ::msl::as_type; using ::msl::packed_vec;
+using ::msl::vec; using ::msl::bfloat; using ::msl::half; using ::msl::as_type; using ::msl::packed_vec; using ::msl::matrix;
 using ::msl::uint; using ::msl::ushort; using ::msl::uchar; using ::msl::ulong;
 template <class T, T V> struct integral_constant { static constexpr T value = V; };
 typedef integral_constant<bool, true> true_type; typedef integral_constant<bool, false> false_type;
@@ -47,6 +47,7 @@ template <> struct numeric_limits<bfloat> {
 #define EMU_F1(name, expr) \
   EMU_INLINE float name(float x) { return expr; } \
   EMU_INLINE half name(half h) { float x = float(h); return half(expr); } \
+  EMU_INLINE float name(bfloat b) { return name(float(b)); } \
   template <class T, int N> EMU_INLINE vec<T, N> name(vec<T, N> v) { for (int i = 0; i < N; i++) v[i] = T(name(v[i])); return v; }
 EMU_F1(exp, __builtin_expf(x)) EMU_F1(exp2, __builtin_exp2f(x)) EMU_F1(exp10, __builtin_powf(10.0f, x))
 EMU_F1(log, __builtin_logf(x)) EMU_F1(log2, __builtin_log2f(x)) EMU_F1(log10, __builtin_log10f(x))
@@ -61,6 +62,7 @@ EMU_F1(fabs, __builtin_fabsf(x)) EMU_F1(fract, (x - __builtin_floorf(x))) EMU_F1
 #define EMU_F2(name, expr) \
   EMU_INLINE float name(float x, float y) { return expr; } \
   EMU_INLINE half name(half a, half b) { float x = float(a), y = float(b); return half(expr); } \
+  EMU_INLINE float name(bfloat a, bfloat b) { return name(float(a), float(b)); } \
   template <class T, int N> EMU_INLINE vec<T, N> name(vec<T, N> a, vec<T, N> b) { for (int i = 0; i < N; i++) a[i] = T(name(a[i], b[i])); return a; }
 EMU_F2(pow, __builtin_powf(x, y)) EMU_F2(powr, __builtin_powf(x, y)) EMU_F2(atan2, __builtin_atan2f(x, y)) EMU_F2(fmod, __builtin_fmodf(x, y))
 EMU_F2(fmax, __builtin_fmaxf(x, y)) EMU_F2(fmin, __builtin_fminf(x, y)) EMU_F2(copysign, __builtin_copysignf(x, y)) EMU_F2(step, (y < x ? 0.0f : 1.0f)) EMU_F2(divide, (x / y)) EMU_F2(fdim, (x > y ? x - y : 0.0f))

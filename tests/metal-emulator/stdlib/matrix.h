@@ -29,7 +29,7 @@ typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
 
-template <class T, int R, int C> EMU_INLINE simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(emu_same_t<T> v) { simdgroup_matrix<T, R, C> m; m.emu_te = vec<T, 2>(v); return m; }
+template <class T, int R, int C = R> EMU_INLINE simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(emu_same_t<T> v) { simdgroup_matrix<T, R, C> m; m.emu_te = vec<T, 2>(v); return m; }
 template <class T, int R, int C> EMU_INLINE void simdgroup_load(simdgroup_matrix<T, R, C> &d, const T *src, ulong ld = C, ulong2 origin = ulong2(0ul), bool transpose = false, EMU_HERE) {
   uint r, c;
   d.place(r, c, at_);

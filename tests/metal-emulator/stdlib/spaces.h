@@ -13,10 +13,12 @@ typedef _Float16 half; typedef half float16_t; typedef __bf16 bfloat; typedef bf
 template <class T, int N> using vec = T __attribute__((ext_vector_type(N)));
 #define EMU_VT(t) typedef vec<t, 2> t##2; typedef vec<t, 3> t##3; typedef vec<t, 4> t##4;
 EMU_VT(char) EMU_VT(uchar) EMU_VT(short) EMU_VT(ushort) EMU_VT(int) EMU_VT(uint) EMU_VT(long) EMU_VT(ulong) EMU_VT(half) EMU_VT(float) EMU_VT(bfloat) EMU_VT(bool)
-template <class T, int N> struct packed_vec { T v[N]; packed_vec(); template <class... A> packed_vec(A...); operator vec<T, N>() const; T &operator[](int); };
+template <class T, int N> struct packed_vec { T x, y, z, w; packed_vec(); template <class... A> packed_vec(A...); operator vec<T, N>() const; T &operator[](int); };
 #define EMU_PT(t) typedef packed_vec<t, 2> packed_##t##2; typedef packed_vec<t, 3> packed_##t##3; typedef packed_vec<t, 4> packed_##t##4;
 EMU_PT(char) EMU_PT(uchar) EMU_PT(short) EMU_PT(ushort) EMU_PT(int) EMU_PT(uint) EMU_PT(half) EMU_PT(float) EMU_PT(bfloat)
 template <class T, int N, class... A> vec<T, N> emu_make(A...);
+template <class T, int C, int R> struct matrix { vec<T, R> c[C]; template <class... V> matrix(V...); vec<T, R> &operator[](int); const vec<T, R> &operator[](int) const; };
+typedef matrix<float, 4, 4> float4x4; typedef matrix<half, 4, 4> half4x4; typedef matrix<float, 2, 4> float2x4; typedef matrix<half, 2, 4> half2x4;
 template <class To, class From> To as_type(From);
 half operator""h(long double); half operator""h(unsigned long long); bfloat operator""bf(long double);
 namespace metal {
@@ -56,7 +58,7 @@ struct simd_vote { explicit operator ulong() const; bool all() const; bool any()
 simd_vote simd_ballot(bool); simd_vote simd_active_threads_mask();
 template <class T, int R, int C> struct simdgroup_matrix { simdgroup_matrix(); explicit simdgroup_matrix(T); vec<T, 2> &thread_elements(); };
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8; typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8; typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
-template <class T, int R, int C, class V> simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(V);
+template <class T, int R, int C = R> simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(T);
 template <class T> void simdgroup_load(simdgroup_matrix<T, 8, 8> &, EMU_DEVICE const T *, ulong = 8, ulong2 = ulong2(), bool = false);
 template <class T> void simdgroup_load(simdgroup_matrix<T, 8, 8> &, EMU_THREADGROUP const T *, ulong = 8, ulong2 = ulong2(), bool = false);
 template <class T> void simdgroup_store(simdgroup_matrix<T, 8, 8>, EMU_DEVICE T *, ulong = 8, ulong2 = ulong2(), bool = false);

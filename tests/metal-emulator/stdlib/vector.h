@@ -15,13 +15,13 @@ template <class T> using emu_same_t = typename emu_same<T>::type;
   EMU_VEC_COPY \
   constexpr EMU_INLINE T &operator[](int i) { return emu_e[i]; } \
   constexpr EMU_INLINE const T &operator[](int i) const { return emu_e[i]; } \
-  EMU_INLINE vec(T s) { for (int i = 0; i < N; i++) emu_e[i] = s; } \
-  template <class U> EMU_INLINE explicit vec(U s) { for (int i = 0; i < N; i++) emu_e[i] = static_cast<T>(s); } \
-  template <class U> EMU_INLINE explicit vec(const vec<U, N> &o) { for (int i = 0; i < N; i++) emu_e[i] = static_cast<T>(o[i]); } \
-  template <class A, class B, class... R> EMU_INLINE vec(A a, B b, R... r) { int i = 0; put_(i, a); put_(i, b); (put_(i, r), ...); } \
+  constexpr EMU_INLINE vec(T s) : emu_e{} { for (int i = 0; i < N; i++) emu_e[i] = s; } \
+  template <class U> constexpr EMU_INLINE explicit vec(U s) : emu_e{} { for (int i = 0; i < N; i++) emu_e[i] = static_cast<T>(s); } \
+  template <class U> constexpr EMU_INLINE explicit vec(const vec<U, N> &o) : emu_e{} { for (int i = 0; i < N; i++) emu_e[i] = static_cast<T>(o[i]); } \
+  template <class A, class B, class... R> constexpr EMU_INLINE vec(A a, B b, R... r) : emu_e{} { int i = 0; put_(i, a); put_(i, b); (put_(i, r), ...); } \
  private: \
-  template <class U, int M> EMU_INLINE void put_(int &i, const vec<U, M> &v) { for (int k = 0; k < M; k++) emu_e[i++] = static_cast<T>(v[k]); } \
-  template <class U> EMU_INLINE void put_(int &i, U v) { emu_e[i++] = static_cast<T>(v); } \
+  template <class U, int M> constexpr EMU_INLINE void put_(int &i, const vec<U, M> &v) { for (int k = 0; k < M; k++) emu_e[i++] = static_cast<T>(v[k]); } \
+  template <class U> constexpr EMU_INLINE void put_(int &i, U v) { emu_e[i++] = static_cast<T>(v); } \
  public: \
   EMU_SWIZZLES_##N
 template <class T> struct alignas(2 * sizeof(T)) vec<T, 2> { union { T emu_e[2]; struct { T x, y; }; }; EMU_VEC_COMMON(2) };
@@ -50,15 +50,33 @@ template <int N> EMU_INLINE vec<bool, N> operator!(vec<bool, N> a) { for (int i 
 template <int N> EMU_INLINE vec<bool, N> operator&&(vec<bool, N> a, vec<bool, N> b) { for (int i = 0; i < N; i++) a[i] = a[i] & b[i]; return a; }
 template <int N> EMU_INLINE vec<bool, N> operator||(vec<bool, N> a, vec<bool, N> b) { for (int i = 0; i < N; i++) a[i] = a[i] | b[i]; return a; }
 
-template <class T, int N> struct packed_vec {
-  T v[N];
-  packed_vec() = default;
-  EMU_INLINE packed_vec(vec<T, N> o) { for (int i = 0; i < N; i++) v[i] = o[i]; }
-  template <class A, class B, class... R> EMU_INLINE packed_vec(A a, B b, R... r) : packed_vec(vec<T, N>(a, b, r...)) {}
-  EMU_INLINE operator vec<T, N>() const { vec<T, N> r; for (int i = 0; i < N; i++) r[i] = v[i]; return r; }
-  EMU_INLINE T &operator[](int i) { return v[i]; }
+template <class T, int N> struct packed_vec;
+#define EMU_PACKED_COMMON(N) \
+  packed_vec() = default; \
+  EMU_INLINE packed_vec(vec<T, N> o) { for (int i = 0; i < N; i++) v[i] = o[i]; } \
+  template <class A, class B, class... R> EMU_INLINE packed_vec(A a, B b, R... r) : packed_vec(vec<T, N>(a, b, r...)) {} \
+  EMU_INLINE operator vec<T, N>() const { vec<T, N> r; for (int i = 0; i < N; i++) r[i] = v[i]; return r; } \
+  EMU_INLINE T &operator[](int i) { return v[i]; } \
   EMU_INLINE const T &operator[](int i) const { return v[i]; }
-};
+template <class T> struct packed_vec<T, 2> { union { T v[2]; struct { T x, y; }; }; EMU_PACKED_COMMON(2) };
+template <class T> struct packed_vec<T, 3> { union { T v[3]; struct { T x, y, z; }; }; EMU_PACKED_COMMON(3) };
+template <class T> struct packed_vec<T, 4> { union { T v[4]; struct { T x, y, z, w; }; }; EMU_PACKED_COMMON(4) };
+#undef EMU_PACKED_COMMON
 #define EMU_PT(t) typedef packed_vec<t, 2> packed_##t##2; typedef packed_vec<t, 3> packed_##t##3; typedef packed_vec<t, 4> packed_##t##4;
 EMU_PT(char) EMU_PT(uchar) EMU_PT(short) EMU_PT(ushort) EMU_PT(int) EMU_PT(uint) EMU_PT(half) EMU_PT(float) EMU_PT(bfloat)
 #undef EMU_PT
+
+// matrix<T, C, R>: C columns of R elements.
+template <class T, int C, int R> struct matrix {
+  vec<T, R> columns[C];
+  matrix() = default;
+  EMU_INLINE explicit matrix(T diagonal) { for (int c = 0; c < C; c++) for (int r = 0; r < R; r++) columns[c][r] = c == r ? diagonal : T(0); }
+  template <class... V> EMU_INLINE matrix(vec<T, R> first, V... rest) : columns{first, vec<T, R>(rest)...} {}
+  EMU_INLINE vec<T, R> &operator[](int c) { return columns[c]; }
+  EMU_INLINE const vec<T, R> &operator[](int c) const { return columns[c]; }
+};
+template <class T, int C, int R> EMU_INLINE vec<T, R> operator*(const matrix<T, C, R> &m, vec<T, C> v) { vec<T, R> s = m[0] * v[0]; for (int c = 1; c < C; c++) s = s + m[c] * v[c]; return s; }
+template <class T, int C, int R> EMU_INLINE matrix<T, C, R> operator*(matrix<T, C, R> m, emu_same_t<T> s) { for (int c = 0; c < C; c++) m[c] = m[c] * s; return m; }
+#define EMU_MT(t) typedef matrix<t, 2, 2> t##2x2; typedef matrix<t, 2, 4> t##2x4; typedef matrix<t, 3, 3> t##3x3; typedef matrix<t, 4, 2> t##4x2; typedef matrix<t, 4, 4> t##4x4;
+EMU_MT(float) EMU_MT(half)
+#undef EMU_MT

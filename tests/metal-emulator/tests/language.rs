@@ -273,7 +273,7 @@ fn function_constants() {
             .with_constants(&[
                 ("flag", false.into()),
                 ("count", 6u32.into()),
-                ("7", Constant::U16(8)),
+                ("700", Constant::U16(8)),
             ])
             .unwrap();
         run(&off, "constants", vec![Buffer::write(0, &mut y)], 1, mode);

@@ -48,6 +48,9 @@ pub fn translate(source: &str) -> Result<Translation, String> {
     t.output()
 }
 
+/// As many as a launch holds: runtime/abi.h.
+const MAX_CONSTANTS: usize = 64;
+
 struct Translator<'a> {
     source: &'a str,
     t: &'a [Token<'a>],
@@ -251,16 +254,17 @@ impl<'a> Translator<'a> {
         };
         if let Some(f) = (d.head..d.end).find(|&x| t[x].text == "function_constant") {
             let open = (c..f).rev().find(|&x| is_attribute(t, x)).unwrap_or(f);
-            let Some(index) = t
-                .get(f + 2)
-                .and_then(|x| x.text.parse::<usize>().ok())
-                .filter(|&n| n < 64)
-            else {
+            let Some(index) = t.get(f + 2).and_then(|x| x.text.parse::<usize>().ok()) else {
+                return self.error(f, "[[function_constant(n)]] needs a number");
+            };
+            // the runtime numbers them in order of appearance
+            let slot = self.constants.len();
+            if slot == MAX_CONSTANTS {
                 return self.error(
                     f,
-                    "[[function_constant(n)]] needs a number below 64 (the emulator's limit)",
+                    format!("more than {MAX_CONSTANTS} function constants (the emulator's limit)"),
                 );
-            };
+            }
             let (name, ty) = (
                 t[open - 1].text.to_string(),
                 self.text(c + 1, open - 1).to_string(),
@@ -268,7 +272,7 @@ impl<'a> Translator<'a> {
             self.replace(
                 d.head,
                 d.end,
-                format!("static const metal::emu_fc<{ty}, {index}> {name};"),
+                format!("static const metal::emu_fc<{ty}, {slot}> {name};"),
             );
             self.derived.push(name.clone());
             self.constants.push(FunctionConstant { name, ty, index });

@@ -23,7 +23,7 @@ kernel void errors(device bfloat* b [[buffer(0)]], device float* f [[buffer(1)]]
   f[i] = h[i] * b[i];  // HALF_AND_BFLOAT
 #endif
 #ifdef EXP_OF_BFLOAT
-  b[i] = exp(b[i]);  // EXP_OF_BFLOAT
+  b[i] = exp(b[i]);  // a float, as in MSL // EXP_OF_BFLOAT
 #endif
 #ifdef WRITE_TO_INPUT
   device const float* in = f;
@@ -49,6 +49,7 @@ kernel void errors(device bfloat* b [[buffer(0)]], device float* f [[buffer(1)]]
   b[i] = bfloat(h[i]);
   f[i] = i > 3 ? b[i] : 0.0f;
   b[i] += y;
+  f[i] = exp(b[i]) + max(f[i], float(b[i])) + pow(b[i], y) + fma(b[i], 2.0f, f[i]);
 }
 
 #ifdef UNKNOWN_ATTRIBUTE

@@ -79,7 +79,8 @@ kernel void positions(device Positions* p [[buffer(0)]], uint3 grid [[thread_pos
 constant bool flag [[function_constant(0)]];
 constant uint count [[function_constant(1)]];
 constant float scale [[function_constant(2)]];
-constant ushort small [[function_constant(7)]];
+constant ushort small [[function_constant(700)]];
+static constexpr constant int3 steps = {1, 2, 4};
 constant uint twice = 2 * count;
 constant bool given = is_function_constant_defined(scale);
 kernel void constants(device float* y [[buffer(0)]], device const float* extra [[buffer(1), function_constant(flag)]]) {
@@ -87,7 +88,7 @@ kernel void constants(device float* y [[buffer(0)]], device const float* extra [
   y[1] = count;
   y[2] = twice;
   y[3] = given ? scale : 0.5f;
-  y[4] = small;
+  y[4] = small + steps.z - steps[2];
 }
 
 kernel void vectors(device float* y [[buffer(0)]]) {
