@@ -121,13 +121,13 @@ impl Compiled {
         write_atomically(&done, b"")
     }
 
-    /// The shared library with one kernel.
-    pub fn kernel(&self, index: usize, mode: Mode) -> Result<PathBuf, String> {
+    /// A shared library with some of the kernels.
+    pub fn kernels(&self, indices: &[usize], mode: Mode) -> Result<PathBuf, String> {
         let extra = match mode {
             Mode::Fast => FAST,
             Mode::Checked => CHECKED,
         };
-        let cpp = self.translation.with_kernel(index);
+        let cpp = self.translation.with_kernels(indices);
         let runtime = runtime_object(self.clang, &self.standin, &self.cache)?;
         let key = hash(&(
             &cpp,
@@ -138,14 +138,14 @@ impl Compiled {
             FLAGS,
             machine(),
         ));
-        let library = self.cache.join(format!("kernel-{key:016x}.so"));
+        let library = self.cache.join(format!("kernels-{key:016x}.so"));
         if library.exists() {
             touch(&library);
             return Ok(library);
         }
         let source = self
             .cache
-            .join(format!("kernel-{key:016x}.{}.cpp", unique()));
+            .join(format!("kernels-{key:016x}.{}.cpp", unique()));
         write_atomically(&source, cpp.as_bytes())?;
         let temporary = source.with_extension("tmp");
         let mut cmd = Command::new(&self.clang.path);

@@ -46,7 +46,7 @@ struct Module {
     loaded: [Vec<OnceLock<Result<Loaded, String>>>; 2],
 }
 
-/// A shared library with one kernel. It stays loaded until the process ends.
+/// A kernel of a shared library, which stays loaded until the process ends.
 pub(crate) struct Loaded {
     pub path: PathBuf,
     pub kernel: KernelPointer,
@@ -126,9 +126,26 @@ impl Library {
         mode: Mode,
         wanted: impl Fn(&str) -> bool + Sync,
     ) -> Result<(), CompileError> {
-        let names = self.module.names.par_iter().filter(|n| wanted(n));
-        names
-            .map(|n| self.loaded(n, mode).map(|_| ()))
+        let m = &self.module;
+        let slots = &m.loaded[usize::from(mode == Mode::Checked)];
+        let missing: Vec<usize> = (0..m.names.len())
+            .filter(|&i| slots[i].get().is_none() && wanted(&m.names[i]))
+            .collect();
+        // Together, so that clang reads the file once for many; apart, so that all processors have work.
+        let size = missing
+            .len()
+            .div_ceil(2 * rayon::current_num_threads())
+            .clamp(1, 32);
+        let build = |part: &[usize]| {
+            let loaded = load(m.compiled.kernels(part, mode)?, part.len())?;
+            for (&i, l) in part.iter().zip(loaded) {
+                slots[i].get_or_init(|| Ok(l));
+            }
+            Ok(())
+        };
+        missing
+            .par_chunks(size)
+            .map(build)
             .collect::<Result<(), String>>()
             .map_err(CompileError)
     }
@@ -157,7 +174,7 @@ impl Library {
             ));
         };
         let slot = &m.loaded[usize::from(mode == Mode::Checked)][i];
-        slot.get_or_init(|| load(m.compiled.kernel(i, mode)?))
+        slot.get_or_init(|| Ok(load(m.compiled.kernels(&[i], mode)?, 1)?.remove(0)))
             .as_ref()
             .map_err(Clone::clone)
     }
@@ -214,26 +231,31 @@ impl Module {
     }
 }
 
-fn load(path: PathBuf) -> Result<Loaded, String> {
+/// Loads a shared library with that many kernels.
+fn load(path: PathBuf, count: usize) -> Result<Vec<Loaded>, String> {
     let text = |e: libloading::Error| format!("{}: {e}", path.display());
     // SAFETY: the library was built by this crate; its symbols have the types of runtime/abi.h, and it has no constructors.
     unsafe {
         let library = Box::leak(Box::new(libloading::Library::new(&path).map_err(text)?));
-        let kernel: libloading::Symbol<*const Kernel> =
-            library.get(b"emu_kernel_entry\0").map_err(text)?;
-        Ok(Loaded {
-            kernel: KernelPointer(*kernel),
-            worker_new: *library
-                .get::<WorkerNew>(b"emu_worker_new\0")
-                .map_err(text)?,
-            run_groups: *library
-                .get::<RunGroups>(b"emu_run_groups\0")
-                .map_err(text)?,
-            crash: *library.get::<Crash>(b"emu_crash\0").map_err(text)?,
-            crash_stack: *library
-                .get::<CrashStack>(b"emu_crash_stack\0")
-                .map_err(text)?,
+        let table: *const Kernel = *library.get(b"emu_kernels\0").map_err(text)?;
+        let worker_new = *library
+            .get::<WorkerNew>(b"emu_worker_new\0")
+            .map_err(text)?;
+        let run_groups = *library
+            .get::<RunGroups>(b"emu_run_groups\0")
+            .map_err(text)?;
+        let crash = *library.get::<Crash>(b"emu_crash\0").map_err(text)?;
+        let crash_stack = *library
+            .get::<CrashStack>(b"emu_crash_stack\0")
+            .map_err(text)?;
+        let one = |i| Loaded {
             path: path.clone(),
-        })
+            kernel: KernelPointer(table.add(i)),
+            worker_new,
+            run_groups,
+            crash,
+            crash_stack,
+        };
+        Ok((0..count).map(one).collect())
     }
 }

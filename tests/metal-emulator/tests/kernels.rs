@@ -173,6 +173,9 @@ fn matmul_matches_at_every_width() {
         return;
     }
     let library = Library::compile(file("qmm_verify.metal"), &[]).unwrap();
+    MODES
+        .iter()
+        .for_each(|&m| library.prepare(m, |k| k.contains("bfloat16")).unwrap());
     for mode in MODES {
         for m in 2..=8 {
             for matrix in [false, true] {

@@ -5,12 +5,17 @@ use std::path::Path;
 
 const MODES: [Mode; 2] = [Mode::Fast, Mode::Checked];
 
+/// All kernels, compiled once for all tests.
 fn library() -> Library {
-    Library::compile(
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernels/language.metal"),
-        &[],
-    )
-    .unwrap()
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernels/language.metal");
+    let library = Library::compile(file, &[]).unwrap();
+    static READY: std::sync::Once = std::sync::Once::new();
+    READY.call_once(|| {
+        MODES
+            .iter()
+            .for_each(|&m| library.prepare(m, |_| true).unwrap())
+    });
+    library
 }
 
 fn run(library: &Library, kernel: &str, buffers: Vec<Buffer>, threads: usize, mode: Mode) {

@@ -24,17 +24,27 @@ pub struct KernelEntry {
 }
 
 impl Translation {
-    /// The file with the entry of one kernel: only what it needs gets compiled.
-    pub fn with_kernel(&self, index: usize) -> String {
-        let k = &self.kernels[index];
-        let (function, n) = (&k.function, k.nparams);
-        format!(
-            "{}static const emu_param emu_params[] = {{{}{{0, 0}}}};\n\
-             namespace msl {{ namespace {{ using namespace metal; void (*const emu_function)(const emu_param *) = &emu_entry<&{function}>;\n\
-             static_assert(emu_call<decltype(&{function})>::arity == {n}, \"parameters of {}\"); }} }}\n\
-             extern \"C\" {{ __attribute__((visibility(\"default\"))) extern const emu_kernel emu_kernel_entry;\n\
-             const emu_kernel emu_kernel_entry = {{\"{}\", msl::emu_function, emu_params, {n}, {}}}; }}\n",
-            self.source, k.params, k.name, k.name, k.max_threads
+    /// The file with the entries of some kernels: only what they need gets compiled.
+    pub fn with_kernels(&self, indices: &[usize]) -> String {
+        let (mut out, mut table) = (self.source.clone(), String::new());
+        for &n in indices {
+            let k = &self.kernels[n];
+            let (name, function, count) = (&k.name, &k.function, k.nparams);
+            out += &format!(
+                "static const emu_param emu_params_{n}[] = {{{}{{0, 0}}}};\n\
+                 namespace msl {{ namespace {{ using namespace metal;\n\
+                 void (*const emu_function_{n})(const emu_param *) = &emu_entry<&{function}>;\n\
+                 static_assert(emu_call<decltype(&{function})>::arity == {count}, \"parameters of {name}\"); }} }}\n",
+                k.params
+            );
+            table += &format!(
+                "{{\"{name}\", msl::emu_function_{n}, emu_params_{n}, {count}, {}}},\n",
+                k.max_threads
+            );
+        }
+        out + &format!(
+            "extern \"C\" {{ __attribute__((visibility(\"default\"))) extern const emu_kernel emu_kernels[];\n\
+             const emu_kernel emu_kernels[] = {{\n{table}}}; }}\n"
         )
     }
 
