@@ -6,13 +6,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// How much of a prompt is kept, required tokens included. More is kept when more is required.
+/// How much of a prompt is kept. More is kept when more is required.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Keep {
-    /// This share of the chunks, rounded up; 1 keeps every row.
+    /// This share of the chunks, rounded up, tail included; required tokens before the tail come on top. 1 keeps every row.
     Fraction(f64),
-    /// This many tokens, to within a chunk.
+    /// This many tokens, to within a chunk, required ones included.
     Tokens(usize),
     /// The fewest chunks that hold this share of all importance.
     Mass(f64),

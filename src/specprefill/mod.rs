@@ -163,7 +163,7 @@ pub fn select(scores: &Scores, required: &[Required], settings: &Settings) -> Se
     Selection {
         kept: kept_rows(&chunks, &ranges),
         total,
-        budget: select::budget_tokens(settings, total),
+        budget: select::budget_tokens(settings, &chunks),
         required: required.to_vec(),
         chunks,
         scoring_s: scores.prefill_s,

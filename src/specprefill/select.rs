@@ -141,7 +141,11 @@ impl Budget {
             };
         }
         let required: f64 = chunks.iter().map(|c| 1.0 - c.cost()).sum();
-        Self::Chunks(budget(keep, chunks.len(), size) - required)
+        let free = match keep {
+            Keep::Fraction(_) | Keep::Budget { .. } => free(chunks),
+            _ => 0.0,
+        };
+        Self::Chunks(budget(keep, chunks.len() as f64 - free, size) + free - required)
     }
 
     /// Rounding errors of fractions of chunks and of shares stay below the margin.
@@ -159,24 +163,34 @@ impl Budget {
     }
 }
 
+/// Required tokens before the tail, in chunks. A share is a share of what competes, as in the published system: a long system
+/// block is kept beside it and does not eat it up. The tail counts.
+fn free(chunks: &[Chunk]) -> f64 {
+    let before = chunks.iter().filter(|c| c.kept != Some(Kept::Tail));
+    before.map(|c| 1.0 - c.cost()).sum()
+}
+
 /// Chunks that may be kept, of `count`.
-fn budget(keep: Keep, count: usize, size: usize) -> f64 {
-    let all = count as f64;
+fn budget(keep: Keep, count: f64, size: usize) -> f64 {
     match keep {
-        Keep::Fraction(share) => (all * share).ceil().clamp(1.0, all.max(1.0)),
+        // A sum of fractions of chunks may lie a hair above a whole number.
+        Keep::Fraction(share) => (count * share - 1e-9).ceil().clamp(1.0, count.max(1.0)),
         Keep::Tokens(tokens) => tokens as f64 / size as f64,
-        Keep::Mass(_) => all,
+        Keep::Mass(_) => count,
         Keep::Budget { .. } => budget(Keep::default(), count, size),
     }
 }
 
-/// Tokens that may be kept of `total`; `None` where the scores decide.
-pub(super) fn budget_tokens(settings: &Settings, total: usize) -> Option<usize> {
+/// Tokens that may be kept; `None` where the scores decide.
+pub(super) fn budget_tokens(settings: &Settings, chunks: &[Chunk]) -> Option<usize> {
     let size = settings.chunk.max(1);
-    match settings.keep {
-        Keep::Mass(_) => None,
-        keep => Some((budget(keep, total.div_ceil(size), size) * size as f64).round() as usize),
-    }
+    let free = match settings.keep {
+        Keep::Mass(_) => return None,
+        Keep::Tokens(_) => 0.0,
+        _ => free(chunks),
+    };
+    let chunks = budget(settings.keep, chunks.len() as f64 - free, size) + free;
+    Some((chunks * size as f64).round() as usize)
 }
 
 /// A chunk's importance; what is not a positive number counts nothing.
