@@ -191,6 +191,13 @@ fn every_depth_gives_the_text_of_plain_decoding() {
             depth,
             stop_tokens: vec![4095, 4093],
             max_tokens: 16,
+            sampling: match n % 3 {
+                0 => Sampling {
+                    seed: n as u64,
+                    ..SAMPLED
+                },
+                _ => Sampling::default(),
+            },
             drafter: (n % 2 == 0).then(|| Box::new(NGram::default()) as Box<dyn Drafter>),
             prompt: prompt.clone(),
             ..Default::default()

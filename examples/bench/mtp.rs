@@ -36,6 +36,9 @@ pub struct Args {
     /// Let drafts also be copied from prompt and text
     #[arg(long)]
     copy: bool,
+    /// Do not show the prompt to the draft head
+    #[arg(long)]
+    no_priming: bool,
     /// Ask this instead of the built-in prompts
     #[arg(long)]
     prompt: Option<String>,
@@ -171,7 +174,11 @@ pub fn run(args: &Args) -> Result<()> {
             let messages = [Message::user(*text)];
             let tokens = tokenizer.encode(&template.render(&messages)?)?;
             let mut cache = bench.model.new_cache()?;
-            let (cx, o) = (Context::default(), PrefillOptions::default());
+            let cx = Context::default();
+            let o = PrefillOptions {
+                prime: !args.no_priming,
+                ..Default::default()
+            };
             let last = prefill(
                 &bench.model,
                 &cx,
