@@ -12,68 +12,12 @@
 // 400 GB/s and 4.5 bits a weight leave an M1 Max 7.5 slots a code: c(2) 1.0, c(4) 1.2, c(8) 1.7 (2.4 if its L1 gives 64 bytes a clock).
 // Registers: M * R <= 16 sums twice, 16 codes, 8 x, BITS * R words: about 90; 512 threads or more reside per core. 32 * R * BITS * 4 bytes in flight
 // per simdgroup. Threadgroup memory: 4 * 16 floats.
-#include "common.h"
+#include "matmul.h"
 
-// What memory holds: 0 f32, 1 f16, 2 bf16. Raw bits are read, so that bf16 needs no bfloat.
-constant ushort X_TYPE [[function_constant(0)]];
-constant ushort SCALE_TYPE [[function_constant(1)]];
-constant ushort GROUP [[function_constant(2)]];
-constant ushort SPLIT [[function_constant(3)]];  // simdgroups that share columns; 1, 2 or 4 of a threadgroup's 4
 constant bool GATE_UP [[function_constant(4)]];  // y = silu(x * W^T) * (x * U^T), each product rounded first
 constant bool GATHERED [[function_constant(5)]]; // one row of x per slot, its expert's N rows of W
 
-constant constexpr uint LANES = 32;
-constant constexpr uint CHUNK = 32;             // codes that a lane takes at a time
-constant constexpr uint SIMDGROUPS = 4;
-
-struct MatmulParams {
-  uint rows, n, k, top;  // gathered: slot s is row s / top of x
-};
-
-inline float value_at(device const ushort *halves, uint i, ushort type) {
-  if (type == 0) return reinterpret_cast<device const float *>(halves)[i];
-  const ushort bits = halves[i];
-  return type == 1 ? float(as_type<half>(bits)) : as_type<float>(uint(bits) << 16);
-}
-
-// Four values from element 4 * i on.
-inline void load4(device const uint4 *x, uint i, thread float *v) {
-  if (X_TYPE == 0) {
-    const float4 f = as_type<float4>(x[i]);
-#pragma unroll
-    for (uint e = 0; e < 4; e++) v[e] = f[e];
-  } else {
-    const uint2 u = reinterpret_cast<device const uint2 *>(x)[i];
-    if (X_TYPE == 1) {
-      const half4 h = as_type<half4>(u);
-#pragma unroll
-      for (uint e = 0; e < 4; e++) v[e] = float(h[e]);
-    } else {
-      v[0] = as_type<float>(u.x << 16);
-      v[1] = as_type<float>(u.x & 0xffff0000u);
-      v[2] = as_type<float>(u.y << 16);
-      v[3] = as_type<float>(u.y & 0xffff0000u);
-    }
-  }
-}
-
-inline ushort bf16_bits(float v) {
-  const uint u = as_type<uint>(v);
-  if ((u & 0x7fffffffu) > 0x7f800000u) return ushort(u >> 16 | 0x40u);
-  return ushort((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
-}
-
-// v as x's dtype holds it.
-inline float rounded(float v) {
-  if (X_TYPE == 0) return v;
-  return X_TYPE == 1 ? float(half(v)) : as_type<float>(uint(bf16_bits(v)) << 16);
-}
-
-inline void store(device ushort *y, uint i, float v) {
-  if (X_TYPE == 0) reinterpret_cast<device float *>(y)[i] = v;
-  else if (X_TYPE == 1) reinterpret_cast<device half *>(y)[i] = half(v);
-  else y[i] = bf16_bits(v);
-}
+constant constexpr uint CHUNK = 32;  // codes that a lane takes at a time
 
 template <ushort BITS>
 inline void load_words(device const uint *w, thread uint *q) {
@@ -110,35 +54,6 @@ inline float code_at(thread const uint *q, ushort i) {
   return as_type<float>(((q[word] >> s | high) & mask) | 0x4b000000u) - (8388608.0f + centre);
 }
 
-// Sums each of V values over the 32 lanes (V a power of two). While more than one is left, the halves of the simdgroup swap half of them:
-// V - 1 + (5 - log2 V) shuffles, and every value goes through the same tree (distance 16, 8, 4, 2, 1) whatever V is. On return
-// lane l holds in v[0] the total of value l / (32 / V).
-template <ushort V, ushort DISTANCE>
-struct Fold {
-  static inline void run(thread float *v, ushort lane) {
-    const bool upper = (lane & DISTANCE) != 0;
-#pragma unroll
-    for (ushort i = 0; i < V / 2; i++) {
-      const float low = v[i], high = v[i + V / 2];  // both first: `upper ? v[a] : v[b]` would become an index at run time
-      v[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, DISTANCE);
-    }
-    Fold<V / 2, DISTANCE / 2>::run(v, lane);
-  }
-};
-template <ushort DISTANCE>
-struct Fold<1, DISTANCE> {
-  static inline void run(thread float *v, ushort lane) {
-    v[0] = v[0] + simd_shuffle_xor(v[0], DISTANCE);
-    Fold<1, DISTANCE / 2>::run(v, lane);
-  }
-};
-template <>
-struct Fold<1, 0> {
-  static inline void run(thread float *, ushort) {}
-};
-
-constexpr ushort power_of_two(ushort v) { return v <= 1 ? 1 : v <= 2 ? 2 : v <= 4 ? 4 : v <= 8 ? 8 : 16; }
-
 // This simdgroup's share of the products of R columns and M rows; lane l gets the total of value l / (32 / V), value m * R + r.
 template <ushort BITS, ushort M, ushort R, ushort V>
 inline float products(device const uint *w, device const ushort *scales, device const ushort *biases, device const uint4 *x,
@@ -173,7 +88,7 @@ inline float products(device const uint *w, device const ushort *scales, device 
 #pragma unroll
       for (ushort m = 0; m < M; m++) {  // the decoded weights stay in registers for all rows
         float v[4];
-        load4(x, row[m] * (p.k / 4) + (c * CHUNK + i) / 4, v);
+        load4(x, row[m] * (p.k / 4) + (c * CHUNK + i) / 4, X_TYPE, v);
 #pragma unroll
         for (ushort e = 0; e < 4; e++) {
           sum[m] += v[e];

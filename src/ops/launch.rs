@@ -29,7 +29,10 @@ pub struct Source {
 }
 
 /// Headers that a source may include.
-const HEADERS: [(&str, &str); 1] = [("common.h", include_str!("../../metal/common.h"))];
+const HEADERS: [(&str, &str); 2] = [
+    ("common.h", include_str!("../../metal/common.h")),
+    ("matmul.h", include_str!("../../metal/matmul.h")),
+];
 
 impl Source {
     pub(crate) const fn new(file: &'static str, text: &'static str) -> Self {
@@ -38,20 +41,27 @@ impl Source {
 
     /// The text with its `#include "…"` lines replaced: a run-time compilation finds no files.
     pub fn text(&self) -> String {
-        let mut out = String::with_capacity(self.text.len());
-        for line in self.text.lines() {
-            let name = line
-                .trim()
-                .strip_prefix("#include \"")
-                .and_then(|l| l.strip_suffix('"'));
-            match name.and_then(|n| HEADERS.iter().find(|h| h.0 == n)) {
-                Some((_, header)) => out.push_str(&header.replace("#pragma once", "")),
-                None => out.push_str(line),
-            }
-            out.push('\n');
-        }
-        out
+        inlined(self.text, &mut vec![])
     }
+}
+
+fn inlined(text: &str, seen: &mut Vec<&'static str>) -> String {
+    let mut out = String::with_capacity(text.len());
+    for line in text.lines().filter(|l| *l != "#pragma once") {
+        let name = line
+            .strip_prefix("#include \"")
+            .and_then(|l| l.strip_suffix('"'));
+        match name.and_then(|n| HEADERS.iter().find(|h| h.0 == n)) {
+            Some((name, _)) if seen.contains(name) => {}
+            Some((name, header)) => {
+                seen.push(name);
+                out.push_str(&inlined(header, seen));
+            }
+            None => out.push_str(line),
+        }
+        out.push('\n');
+    }
+    out
 }
 
 /// The value of a function constant.
@@ -115,7 +125,6 @@ pub struct Launch {
     pub threadgroup_memory: Vec<usize>,
 }
 
-#[allow(dead_code)]
 impl Launch {
     pub(crate) fn new(source: &'static Source, kernel: impl Into<Cow<'static, str>>) -> Self {
         Self {
@@ -167,6 +176,8 @@ impl Launch {
         self
     }
 
+    /// One more `[[threadgroup(i)]]` argument.
+    #[allow(dead_code)] // Kernels so far declare theirs inside.
     pub(crate) fn threadgroup_memory(mut self, bytes: usize) -> Self {
         self.threadgroup_memory.push(bytes.next_multiple_of(16));
         self
@@ -239,7 +250,6 @@ pub struct Operand {
     pub offset: usize,
 }
 
-#[allow(dead_code)]
 impl Operand {
     /// An error if the tensor reaches past 2^32 elements: kernels count in 32 bits.
     pub fn new(op: &'static str, dtype: DType, layout: &Layout) -> Result<Self> {
@@ -376,7 +386,6 @@ pub struct Plan {
     pub scratch: Vec<usize>,
 }
 
-#[allow(dead_code)]
 impl Plan {
     pub(crate) fn output(&mut self, shape: &[usize], dtype: DType) -> Place {
         let shape = shape.to_vec();

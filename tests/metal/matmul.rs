@@ -217,3 +217,58 @@ fn errors_name_the_argument() {
     assert!(texts["dtype"].contains("F64"), "{texts:?}");
     assert_eq!(of(&[0, 128], DType::F32).unwrap().dims(), [0, 12]);
 }
+
+/// Plain weights of every dtype, M = 1…16.
+#[test]
+fn dense_widths() {
+    needs_clang!();
+    for mode in MODES {
+        for (d, dtype) in DTYPES.into_iter().enumerate() {
+            let (n, k) = [(9, 40), (6, 2056), (12, 192)][d];
+            let w = noise(&[n, k], 8, 0.4, DTYPES[(d + 1) % 3]);
+            let weight = Weight::dense(&w, &Device::Cpu).unwrap();
+            let exact = w.to_dtype(DType::F64).unwrap();
+            let x = noise(&[16, k], 5, 1.5, dtype);
+            let cx = emulated(mode);
+            let whole = bits(&matmul(&cx, &x, &weight).unwrap());
+            for m in 1..16 {
+                let x = x.narrow(0, 0, m).unwrap();
+                let y = matmul(&cx, &x, &weight).unwrap();
+                assert_eq!(bits(&y), whole[..m * n], "{m} rows");
+                assert_exact(&y, &x, &exact, &format!("plain, {m} rows, {dtype:?}"));
+            }
+            assert_all_emulated(&cx);
+        }
+    }
+}
+
+/// More than 16 rows: every bit width, group size and dtype, ragged in M, N and, for plain weights, K.
+#[test]
+fn prefill() {
+    needs_clang!();
+    for mode in MODES {
+        for (i, bits) in [0, 2, 3, 4, 5, 6, 8].into_iter().enumerate() {
+            for (d, dtype) in DTYPES.into_iter().enumerate() {
+                let (group, halves) = ([32, 64, 128][(i + d) % 3], DTYPES[(d + i / 3) % 3]);
+                let (m, n, k) = ([17, 45, 32][d], [33, 7, 64][(i + d) % 3], group * 2);
+                let (weight, exact) = match bits {
+                    0 => {
+                        let w = noise(&[n, k + 24], 8, 0.4, halves);
+                        let weight = Weight::dense(&w, &Device::Cpu).unwrap();
+                        (weight, w.to_dtype(DType::F64).unwrap())
+                    }
+                    _ => {
+                        let p = parts(50 + bits as u64, n, k, bits, group, halves);
+                        (p.weight, p.exact)
+                    }
+                };
+                let x = noise(&[m, weight.k()], 5, 1.5, dtype);
+                let cx = emulated(mode);
+                let y = matmul(&cx, &x, &weight).unwrap();
+                assert_all_emulated(&cx);
+                assert!(cx.routes().snapshot().keys().all(|r| r.contains("prefill")));
+                assert_exact(&y, &x, &exact, &format!("{bits} bits, {m} rows, {dtype:?}"));
+            }
+        }
+    }
+}

@@ -87,17 +87,29 @@ impl OnDevice {
         Ok(Self::Dense(weight.to_dtype(dtype(w.float))?))
     }
 
-    pub(super) fn size_bytes(&self) -> usize {
-        let of = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+    /// The tensors, codes first.
+    pub(super) fn tensors(&self) -> Vec<&Tensor> {
         match self {
             Self::Affine {
                 codes,
                 scales,
                 biases,
                 ..
-            } => of(codes) + of(scales) + of(biases),
-            Self::Dense(w) => of(w),
+            } => vec![codes, scales, biases],
+            Self::Dense(w) => vec![w],
         }
+    }
+
+    pub(super) fn format(&self) -> Option<AffineFormat> {
+        match self {
+            Self::Affine { format, .. } => Some(*format),
+            Self::Dense(_) => None,
+        }
+    }
+
+    pub(super) fn size_bytes(&self) -> usize {
+        let of = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+        self.tensors().into_iter().map(of).sum()
     }
 
     /// The weight of the rows with these numbers.

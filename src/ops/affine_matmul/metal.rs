@@ -3,15 +3,23 @@
 use candle_core::{DType, Tensor};
 
 use super::device::OnDevice;
-use super::policy::metal::{choose, Form};
+use super::policy::metal::{choose, Form, DECODE_ROWS};
 use super::{Weight, OP};
 use crate::error::{Error, Result};
-use crate::ops::launch::{self, Constant, Launch, Operand, Params, Plan, Source};
+use crate::ops::launch::{self, suffix, Constant, Launch, Operand, Params, Place, Plan, Source};
 use crate::ops::Context;
 
-static SOURCE: Source = Source::new(
+static LANES: Source = Source::new(
     "affine_matmul.metal",
     include_str!("../../../metal/affine_matmul.metal"),
+);
+static DENSE: Source = Source::new(
+    "dense_matmul.metal",
+    include_str!("../../../metal/dense_matmul.metal"),
+);
+static PREFILL: Source = Source::new(
+    "matmul_prefill.metal",
+    include_str!("../../../metal/matmul_prefill.metal"),
 );
 
 /// Simdgroups of a threadgroup; `SIMDGROUPS` in the kernel.
@@ -28,31 +36,40 @@ fn number(dtype: DType) -> Constant {
     })
 }
 
-/// One call: `x` `[rows, k]` times weights of `n` columns.
-pub(super) struct Product<'a> {
-    pub(super) x: &'a Operand,
-    pub(super) weight: [&'a Operand; 3],
-    /// The second weight of `silu(x · Wᵀ) * (x · Uᵀ)`.
-    pub(super) up: Option<[&'a Operand; 3]>,
-    /// Experts `[rows, top]` (u32); the weights are theirs, stacked.
-    pub(super) choices: Option<&'a Operand>,
-    pub(super) n: usize,
-    pub(super) bits: usize,
-    pub(super) group_size: usize,
+/// Rows and columns of a prefill threadgroup; `TILE` in the kernel.
+const TILE: usize = 32;
+
+/// A weight's operands, as many as it has.
+struct Operands {
+    /// Codes, scales and biases, or the plain weight.
+    tensors: Vec<Operand>,
+    /// Bits and group size; 0 and 1 for a plain weight.
+    format: (usize, usize),
 }
 
-/// Operands: `x`, codes, scales and biases, those of the second weight, and the choices.
-pub(super) fn plan(call: &Product) -> Result<Plan> {
+/// One call: `x` `[rows, k]` times weights of `n` columns.
+struct Product<'a> {
+    x: &'a Operand,
+    weight: &'a Operands,
+    /// The second weight of `silu(x · Wᵀ) * (x · Uᵀ)`.
+    up: Option<&'a Operands>,
+    /// Experts `[rows, top]` (u32); the weights are theirs, stacked.
+    choices: Option<&'a Operand>,
+    n: usize,
+}
+
+/// Operands: `x`, the weight's tensors, those of the second weight, and the choices.
+fn plan(call: &Product) -> Result<Plan> {
     let [rows, k] = call.x.dims[..] else {
         return Err(Error::argument(OP, "x has not two dimensions"));
     };
-    let operands = [call.x]
+    let second = call.up.map_or(&[][..], |u| &u.tensors);
+    let mut operands = [call.x]
         .into_iter()
-        .chain(call.weight)
-        .chain(call.up.into_iter().flatten());
-    if !operands.clone().all(|o| o.is_contiguous() && o.aligned(16)) {
-        let what =
-            "the Metal kernels need contiguous operands at multiples of 16 bytes; copy() them";
+        .chain(&call.weight.tensors)
+        .chain(second);
+    if !operands.all(|o| o.is_contiguous() && o.aligned(16)) {
+        let what = "the Metal kernels need contiguous operands at multiples of 16 bytes";
         return Err(Error::argument(OP, what));
     }
     let n = call.n;
@@ -62,43 +79,77 @@ pub(super) fn plan(call: &Product) -> Result<Plan> {
         Some(_) => plan.output(&[rows, top, n], call.x.dtype),
         None => plan.output(&[rows, n], call.x.dtype),
     };
+    let (bits, group_size) = call.weight.format;
+    let affine = bits > 0;
+    let single = call.up.is_none() && call.choices.is_none();
+    if rows > DECODE_ROWS && single {
+        let mut launch = Launch::new(&PREFILL, format!("matmul_prefill_{}", suffix(call.x.dtype)))
+            .constant(4, Constant::U16(bits as u16));
+        launch = common(launch, call, y, 1, [rows, n, k, top]);
+        let grid = [n.div_ceil(TILE), rows.div_ceil(TILE), 1];
+        plan.launch(launch.threadgroups(grid, [32 * SIMDGROUPS, 1, 1]));
+        return Ok(plan);
+    }
     let Form::Lanes { split } = choose(n, k);
     let (tile, tiles) = match call.choices {
         Some(_) => (1, rows * top),
         None => {
             let tile = rows.div_ceil(rows.div_ceil(ROWS).max(1));
-            (
-                tile,
-                rows.checked_div(tile).map_or(0, |_| rows.div_ceil(tile)),
-            )
+            (tile, if tile == 0 { 0 } else { rows.div_ceil(tile) })
         }
     };
     let columns = if tile <= 4 { 4 } else { 2 };
-    let up = call.up.unwrap_or(call.weight);
-    let (second, choices) = match call.up {
-        Some(_) => (4, 7),
-        None => (1, 4),
+    let mut launch = match affine {
+        true => Launch::new(&LANES, format!("affine_lanes_b{bits}_m{tile}")),
+        false => Launch::new(&DENSE, format!("dense_lanes_m{tile}")),
     };
-    let mut launch = Launch::new(&SOURCE, format!("affine_lanes_b{}_m{tile}", call.bits))
-        .constant(0, number(call.x.dtype))
-        .constant(1, number(call.weight[1].dtype))
-        .constant(2, Constant::U16(call.group_size as u16))
-        .constant(3, Constant::U16(split as u16))
-        .constant(4, Constant::Bool(call.up.is_some()))
-        .constant(5, Constant::Bool(call.choices.is_some()))
-        .input(3, 0, call.x)
-        .write(4, y)
-        .params(5, Params::default().u32(rows).u32(n).u32(k).u32(top));
-    for (i, (w, u)) in call.weight.into_iter().zip(up).enumerate() {
-        launch = launch.input(i, 1 + i, w).input(6 + i, second + i, u);
+    launch = common(launch, call, y, split, [rows, n, k, top]);
+    if affine {
+        launch = launch
+            .constant(2, Constant::U16(group_size as u16))
+            .constant(4, Constant::Bool(call.up.is_some()))
+            .constant(5, Constant::Bool(call.choices.is_some()));
+        let (at, up) = match call.up {
+            Some(up) => (4, up),
+            None => (1, call.weight),
+        };
+        for (i, u) in up.tensors.iter().enumerate() {
+            launch = launch.input(6 + i, at + i, u);
+        }
+        let (at, choices) = match call.choices {
+            Some(choices) => (1 + call.weight.tensors.len() + second.len(), choices),
+            None => (1, &call.weight.tensors[0]),
+        };
+        launch = launch.input(9, at, choices);
     }
-    launch = match call.choices {
-        Some(c) => launch.input(9, choices, c),
-        None => launch.input(9, 1, call.weight[0]),
-    };
     let across = n.div_ceil(columns * SIMDGROUPS / split);
     plan.launch(launch.threadgroups([across, tiles, 1], [32 * SIMDGROUPS, 1, 1]));
     Ok(plan)
+}
+
+/// What `matmul.h` declares.
+fn common(launch: Launch, call: &Product, y: Place, split: usize, sizes: [usize; 4]) -> Launch {
+    let weight = call.weight;
+    let halves = weight.tensors.get(1).unwrap_or(&weight.tensors[0]);
+    let params = sizes.into_iter().fold(Params::default(), Params::u32);
+    let mut launch = launch
+        .constant(0, number(call.x.dtype))
+        .constant(1, number(halves.dtype))
+        .input(3, 0, call.x)
+        .write(4, y)
+        .params(5, params);
+    let prefill = launch.source == &PREFILL;
+    if prefill {
+        launch = launch.constant(2, Constant::U16(weight.format.1 as u16));
+    } else {
+        launch = launch.constant(3, Constant::U16(split as u16));
+    }
+    // The prefill kernel binds three tensors always; a plain weight is all of them.
+    for i in 0..if prefill { 3 } else { weight.tensors.len() } {
+        let at = i.min(weight.tensors.len() - 1);
+        launch = launch.input(i, 1 + at, &weight.tensors[at]);
+    }
+    launch
 }
 
 /// `x` as the kernels can read it.
@@ -118,42 +169,27 @@ pub(super) fn run(
     n: usize,
 ) -> Result<Tensor> {
     let x = readable(x)?;
-    let (first, format) = affine(weight)?;
-    let second = up.map(affine).transpose()?.map(|(t, _)| t);
     let choices = choices.map(|c| c.contiguous()).transpose()?;
     let of = |t: &Tensor| Operand::of(OP, t);
-    let all = |t: [&Tensor; 3]| -> Result<[Operand; 3]> { Ok([of(t[0])?, of(t[1])?, of(t[2])?]) };
-    let (w, u) = (all(first)?, second.map(all).transpose()?);
-    let c = choices.as_ref().map(of).transpose()?;
+    let operands = |w: &OnDevice| -> Result<Operands> {
+        Ok(Operands {
+            tensors: w.tensors().into_iter().map(of).collect::<Result<_>>()?,
+            format: w.format().map_or((0, 1), |f| (f.bits, f.group_size)),
+        })
+    };
     let plan = plan(&Product {
         x: &of(&x)?,
-        weight: w.each_ref(),
-        up: u.as_ref().map(|u| u.each_ref()),
-        choices: c.as_ref(),
+        weight: &operands(weight)?,
+        up: up.map(operands).transpose()?.as_ref(),
+        choices: choices.as_ref().map(of).transpose()?.as_ref(),
         n,
-        bits: format.bits,
-        group_size: format.group_size,
     })?;
-    let mut operands = vec![&x];
-    operands.extend(first);
-    operands.extend(second.into_iter().flatten());
-    operands.extend(&choices);
+    let tensors = [Some(weight), up]
+        .into_iter()
+        .flatten()
+        .flat_map(|w| w.tensors());
+    let operands: Vec<&Tensor> = [&x].into_iter().chain(tensors).chain(&choices).collect();
     launch::run_one(cx, &plan, &operands)
-}
-
-fn affine(w: &OnDevice) -> Result<([&Tensor; 3], crate::affine::AffineFormat)> {
-    match w {
-        OnDevice::Affine {
-            codes,
-            scales,
-            biases,
-            format,
-        } => Ok(([codes, scales, biases], *format)),
-        OnDevice::Dense(_) => Err(Error::argument(
-            OP,
-            "a plain weight where an affine one belongs",
-        )),
-    }
 }
 
 /// Whether two weights fit one gated launch.

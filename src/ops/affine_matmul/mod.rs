@@ -267,14 +267,19 @@ fn on_metal(cx: &Context, x: &Tensor, weight: &Weight) -> Result<Tensor> {
     check::shape(OP, "x", x, &[None, Some(weight.k)])?;
     let w = weight.on_device()?;
     match w {
-        OnDevice::Affine { .. } => {
-            cx.routes().count(OP, "metal_lanes", x.dtype());
-            metal::run(cx, x, w, None, None, weight.n)
-        }
-        OnDevice::Dense(w) => {
-            let why = "no kernel for plain weights";
+        OnDevice::Dense(w) if !w.dim(1)?.is_multiple_of(8) => {
+            let why = "K is no multiple of 8";
             cx.routes().count_fallback(OP, "candle", x.dtype(), why);
             device_matmul(x, w)
+        }
+        _ => {
+            let kernel = match (x.dim(0)? > policy::metal::DECODE_ROWS, weight.format) {
+                (true, _) => "metal_prefill",
+                (false, Some(_)) => "metal_lanes",
+                (false, None) => "metal_dense",
+            };
+            cx.routes().count(OP, kernel, x.dtype());
+            metal::run(cx, x, w, None, None, weight.n)
         }
     }
 }
@@ -375,7 +380,8 @@ pub fn matmul_gathered(
 
 /// `silu(x · Gᵀ) * (x · Uᵀ)`: bitwise [`silu_gate`](super::silu_gate) of the two products, each rounded to `x`'s dtype.
 pub fn gate_up_silu(cx: &Context, x: &Tensor, gate: &Weight, up: &Weight) -> Result<Tensor> {
-    if launch::wanted(cx, x) && metal::fusable(gate, up) {
+    let few = x.dim(0)? <= policy::metal::DECODE_ROWS;
+    if few && launch::wanted(cx, x) && metal::fusable(gate, up) {
         check::activation(OP, "x", x)?;
         check::shape(OP, "x", x, &[None, Some(gate.k)])?;
         cx.routes().count(OP, "gate_up/metal_lanes", x.dtype());

@@ -10,6 +10,9 @@ pub enum Form {
     },
 }
 
+/// Up to so many rows a row has the bits that it has alone; more take the prefill kernel.
+pub const DECODE_ROWS: usize = 16;
+
 /// Simdgroups that fill an M1 Max or smaller: 32 cores of 32.
 const SIMDGROUPS: usize = 1024;
 /// k that a simdgroup covers in a step.
