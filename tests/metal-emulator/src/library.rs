@@ -37,13 +37,18 @@ impl fmt::Debug for Library {
     }
 }
 
+/// Kernels that are compiled together: neighbours in a file are often wanted together, and clang reads the file once for all.
+const GROUP: usize = 4;
+
+type Group = OnceLock<Result<Vec<Loaded>, String>>;
+
 /// One file with its options; shared by all libraries that differ in constants only.
 struct Module {
     file: PathBuf,
     compiled: Compiled,
     names: Vec<String>,
-    /// By mode and kernel.
-    loaded: [Vec<OnceLock<Result<Loaded, String>>>; 2],
+    /// By mode and group of kernels.
+    loaded: [Vec<Group>; 2],
 }
 
 /// A kernel of a shared library, which stays loaded until the process ends.
@@ -120,32 +125,20 @@ impl Library {
         Ok(library)
     }
 
-    /// Compiles the kernels that `wanted` says yes to, several at once. Without it each is compiled when it first runs.
+    /// Compiles the kernels that `wanted` says yes to on all processors. Without it a kernel is compiled, with its neighbours in the
+    /// file, when it first runs.
     pub fn prepare(
         &self,
         mode: Mode,
         wanted: impl Fn(&str) -> bool + Sync,
     ) -> Result<(), CompileError> {
         let m = &self.module;
-        let slots = &m.loaded[usize::from(mode == Mode::Checked)];
-        let missing: Vec<usize> = (0..m.names.len())
-            .filter(|&i| slots[i].get().is_none() && wanted(&m.names[i]))
+        let groups: Vec<usize> = (0..m.names.len().div_ceil(GROUP))
+            .filter(|&g| m.names[g * GROUP..].iter().take(GROUP).any(|n| wanted(n)))
             .collect();
-        // Together, so that clang reads the file once for many; apart, so that all processors have work.
-        let size = missing
-            .len()
-            .div_ceil(2 * rayon::current_num_threads())
-            .clamp(1, 32);
-        let build = |part: &[usize]| {
-            let loaded = load(m.compiled.kernels(part, mode)?, part.len())?;
-            for (&i, l) in part.iter().zip(loaded) {
-                slots[i].get_or_init(|| Ok(l));
-            }
-            Ok(())
-        };
-        missing
-            .par_chunks(size)
-            .map(build)
+        groups
+            .par_iter()
+            .map(|&g| m.group(g, mode).map(|_| ()))
             .collect::<Result<(), String>>()
             .map_err(CompileError)
     }
@@ -173,10 +166,7 @@ impl Library {
                 m.file.display()
             ));
         };
-        let slot = &m.loaded[usize::from(mode == Mode::Checked)][i];
-        slot.get_or_init(|| Ok(load(m.compiled.kernels(&[i], mode)?, 1)?.remove(0)))
-            .as_ref()
-            .map_err(Clone::clone)
+        Ok(&m.group(i / GROUP, mode)?[i % GROUP])
     }
 }
 
@@ -198,6 +188,19 @@ fn same_type(declared: &str, given: &str) -> bool {
 type Slot = Arc<OnceLock<Result<Arc<Module>, String>>>;
 
 impl Module {
+    fn group(&self, group: usize, mode: Mode) -> Result<&[Loaded], String> {
+        let build = || {
+            let first = group * GROUP;
+            let kernels: Vec<usize> = (first..self.names.len().min(first + GROUP)).collect();
+            load(self.compiled.kernels(&kernels, mode)?, kernels.len())
+        };
+        let slot = &self.loaded[usize::from(mode == Mode::Checked)][group];
+        slot.get_or_init(build)
+            .as_ref()
+            .map(Vec::as_slice)
+            .map_err(Clone::clone)
+    }
+
     /// Compiles once per process: later changes of the file are not seen.
     fn get(file: &Path, options: &Options) -> Result<Arc<Module>, String> {
         static MODULES: OnceLock<Mutex<HashMap<(PathBuf, Options), Slot>>> = OnceLock::new();
@@ -219,7 +222,7 @@ impl Module {
                 .iter()
                 .map(|k| k.name.clone())
                 .collect();
-            let slots = || names.iter().map(|_| OnceLock::new()).collect();
+            let slots = || names.chunks(GROUP).map(|_| OnceLock::new()).collect();
             Ok(Arc::new(Module {
                 file: file.to_path_buf(),
                 compiled,
