@@ -16,6 +16,7 @@ use super::routes::Routes;
 pub struct Context {
     routes: Routes,
     launcher: Option<Arc<dyn Launcher>>,
+    verify_rows: Option<usize>,
 }
 
 impl Context {
@@ -26,6 +27,17 @@ impl Context {
             launcher: Some(launcher),
             ..Self::default()
         }
+    }
+
+    /// Says how many rows the widest verify pass has (1 more than the draft's depth; 4 unless said). Metal weights take the form that suits
+    /// it, for every number of rows, decoding included: contexts that differ here may differ in the last bits.
+    pub fn with_verify_rows(mut self, rows: usize) -> Self {
+        self.verify_rows = Some(rows);
+        self
+    }
+
+    pub(crate) fn verify_rows(&self) -> usize {
+        self.verify_rows.unwrap_or(4)
     }
 
     /// The counter of routes.

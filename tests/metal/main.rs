@@ -5,6 +5,7 @@ mod attention;
 mod elementwise;
 mod gated_delta;
 mod matmul;
+mod matrix;
 mod model;
 mod moe;
 mod rope;

@@ -3,7 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use super::device::OnDevice;
-use super::policy::metal::{choose, Form, DECODE_ROWS};
+use super::policy::metal::{Form, DECODE_ROWS};
 use super::{Weight, OP};
 use crate::error::{Error, Result};
 use crate::ops::launch::{self, suffix, Constant, Launch, Operand, Params, Place, Plan, Source};
@@ -12,6 +12,10 @@ use crate::ops::Context;
 static LANES: Source = Source::new(
     "affine_matmul.metal",
     include_str!("../../../metal/affine_matmul.metal"),
+);
+static MATRIX: Source = Source::new(
+    "affine_matrix.metal",
+    include_str!("../../../metal/affine_matrix.metal"),
 );
 static DENSE: Source = Source::new(
     "dense_matmul.metal",
@@ -47,6 +51,9 @@ struct Operands {
     format: (usize, usize),
 }
 
+/// Columns of a matrix threadgroup.
+const MATRIX_COLUMNS: usize = 16;
+
 /// One call: `x` `[rows, k]` times weights of `n` columns.
 struct Product<'a> {
     x: &'a Operand,
@@ -56,6 +63,7 @@ struct Product<'a> {
     /// Experts `[rows, top]` (u32); the weights are theirs, stacked.
     choices: Option<&'a Operand>,
     n: usize,
+    form: Form,
 }
 
 /// Operands: `x`, the weight's tensors, those of the second weight, and the choices.
@@ -90,7 +98,23 @@ fn plan(call: &Product) -> Result<Plan> {
         plan.launch(launch.threadgroups(grid, [32 * SIMDGROUPS, 1, 1]));
         return Ok(plan);
     }
-    let Form::Lanes { split } = choose(n, k);
+    let split = match call.form {
+        Form::Lanes { split } => split,
+        Form::Matrix if single => {
+            let (tiles, height) = if rows <= 8 {
+                (8, rows.div_ceil(8))
+            } else {
+                (16, 1)
+            };
+            let name = format!("affine_matrix_b{bits}_r{tiles}_{}", suffix(call.x.dtype));
+            let launch = common(Launch::new(&MATRIX, name), call, y, 1, [rows, n, k, top]);
+            let launch = launch.constant(2, Constant::U16(group_size as u16));
+            let grid = [n.div_ceil(MATRIX_COLUMNS), height, 1];
+            plan.launch(launch.threadgroups(grid, [32 * SIMDGROUPS, 1, 1]));
+            return Ok(plan);
+        }
+        Form::Matrix => 1,
+    };
     let (tile, tiles) = match call.choices {
         Some(_) => (1, rows * top),
         None => {
@@ -141,7 +165,7 @@ fn common(launch: Launch, call: &Product, y: Place, split: usize, sizes: [usize;
     let prefill = launch.source == &PREFILL;
     if prefill {
         launch = launch.constant(2, Constant::U16(weight.format.1 as u16));
-    } else {
+    } else if launch.source != &MATRIX {
         launch = launch.constant(3, Constant::U16(split as u16));
     }
     // The prefill kernel binds three tensors always; a plain weight is all of them.
@@ -167,6 +191,7 @@ pub(super) fn run(
     up: Option<&OnDevice>,
     choices: Option<&Tensor>,
     n: usize,
+    form: Form,
 ) -> Result<Tensor> {
     let x = readable(x)?;
     let choices = choices.map(|c| c.contiguous()).transpose()?;
@@ -183,6 +208,7 @@ pub(super) fn run(
         up: up.map(operands).transpose()?.as_ref(),
         choices: choices.as_ref().map(of).transpose()?.as_ref(),
         n,
+        form,
     })?;
     let tensors = [Some(weight), up]
         .into_iter()

@@ -28,6 +28,7 @@ use crate::affine::AffineFormat;
 use crate::error::{Error, Result};
 use activations::{float_tiles, Fixed};
 use device::OnDevice;
+use policy::metal::Form;
 use policy::{choose, Call, Isa, Kernel};
 use run::{Job, Operands, Output};
 
@@ -183,6 +184,23 @@ impl Weight {
         Ok(self.unpacked.get_or_init(|| unpacked))
     }
 
+    fn metal_shape(&self, dtype: DType, n: usize) -> policy::metal::Shape {
+        policy::metal::Shape {
+            n,
+            k: self.k,
+            format: self.format,
+            dtype,
+            verify_rows: 1,
+        }
+    }
+
+    fn metal_form(&self, cx: &Context, dtype: DType, n: usize) -> Form {
+        policy::metal::choose(policy::metal::Shape {
+            verify_rows: cx.verify_rows(),
+            ..self.metal_shape(dtype, n)
+        })
+    }
+
     fn kernel(&self, m: usize, dtype: DType, isa: Isa) -> Kernel {
         let call = Call {
             cpu: !matches!(self.storage, Storage::Device(_)),
@@ -273,13 +291,15 @@ fn on_metal(cx: &Context, x: &Tensor, weight: &Weight) -> Result<Tensor> {
             device_matmul(x, w)
         }
         _ => {
-            let kernel = match (x.dim(0)? > policy::metal::DECODE_ROWS, weight.format) {
-                (true, _) => "metal_prefill",
-                (false, Some(_)) => "metal_lanes",
-                (false, None) => "metal_dense",
+            let form = weight.metal_form(cx, x.dtype(), weight.n);
+            let kernel = match (x.dim(0)? > policy::metal::DECODE_ROWS, weight.format, form) {
+                (true, ..) => "metal_prefill",
+                (_, Some(_), Form::Matrix) => "metal_matrix",
+                (_, Some(_), _) => "metal_lanes",
+                (_, None, _) => "metal_dense",
             };
             cx.routes().count(OP, kernel, x.dtype());
-            metal::run(cx, x, w, None, None, weight.n)
+            metal::run(cx, x, w, None, None, weight.n, form)
         }
     }
 }
@@ -381,19 +401,21 @@ pub fn matmul_gathered(
 /// `silu(x · Gᵀ) * (x · Uᵀ)`: bitwise [`silu_gate`](super::silu_gate) of the two products, each rounded to `x`'s dtype.
 pub fn gate_up_silu(cx: &Context, x: &Tensor, gate: &Weight, up: &Weight) -> Result<Tensor> {
     let few = x.dim(0)? <= policy::metal::DECODE_ROWS;
-    if few && launch::wanted(cx, x) && metal::fusable(gate, up) {
+    let form = gate.metal_form(cx, x.dtype(), gate.n);
+    if few && launch::wanted(cx, x) && form != Form::Matrix && metal::fusable(gate, up) {
         check::activation(OP, "x", x)?;
         check::shape(OP, "x", x, &[None, Some(gate.k)])?;
         cx.routes().count(OP, "gate_up/metal_lanes", x.dtype());
         let (g, u) = (gate.on_device()?, up.on_device()?);
-        return metal::run(cx, x, g, Some(u), None, gate.n);
+        return metal::run(cx, x, g, Some(u), None, gate.n, form);
     }
     let products = matmul_grouped(cx, x, &[gate, up])?;
     super::silu_gate(cx, &products[1], &products[0])
 }
 
 /// Each row of `x` `[rows, k]` times the experts chosen for it, which stand one below the other in `stacked`, `n` rows each. `choices` is
-/// `[rows, top]` (u32), the result `[rows, top, n]`: row by row the bits of [`matmul`] with that expert's own weight. An expert past the
+/// `[rows, top]` (u32), the result `[rows, top, n]`: row by row the bits of [`matmul`] with that expert's own weight in its
+/// lanes form. An expert past the
 /// last is undefined. Only where launches run; elsewhere see [`matmul_gathered`].
 pub fn matmul_experts(
     cx: &Context,
@@ -415,7 +437,10 @@ pub fn matmul_experts(
         return Err(Error::argument(OP, what));
     }
     cx.routes().count(OP, "experts/metal_lanes", x.dtype());
-    metal::run(cx, x, stacked.on_device()?, None, Some(choices), n)
+    // Always lanes: a row meets an expert alone.
+    let shape = stacked.metal_shape(x.dtype(), n);
+    let form = policy::metal::choose(shape);
+    metal::run(cx, x, stacked.on_device()?, None, Some(choices), n, form)
 }
 
 /// f32 products, each row alone.
