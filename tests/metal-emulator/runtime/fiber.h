@@ -8,7 +8,8 @@ extern "C" __attribute__((visibility("hidden"))) void emu_switch(void **save, vo
 extern "C" __attribute__((visibility("hidden"))) void emu_boot();
 
 #if defined(__x86_64__)
-// The last jump goes through a register and not `ret`: a return address that differs from the call's is never predicted.
+// The last jump goes through a register and not `ret`: a return address that differs from the call's is never
+// predicted.
 asm(R"(
 .text
 .hidden emu_switch
@@ -26,11 +27,15 @@ emu_boot:
 )");
 static void *emu_first_frame(char *top, void (*fn)(void *), void *arg) {
   void **s = (void **)top;
-  *--s = nullptr; *--s = nullptr;                        // alignment
-  *--s = (void *)&emu_boot;                              // where the first switch jumps
-  *--s = nullptr; *--s = nullptr;                        // rbp, rbx
-  *--s = arg; *--s = (void *)fn;                         // r12, r13
-  *--s = nullptr; *--s = nullptr;                        // r14, r15
+  *--s = nullptr;
+  *--s = nullptr;            // alignment
+  *--s = (void *)&emu_boot;  // where the first switch jumps
+  *--s = nullptr;
+  *--s = nullptr;  // rbp, rbx
+  *--s = arg;
+  *--s = (void *)fn;  // r12, r13
+  *--s = nullptr;
+  *--s = nullptr;  // r14, r15
   return s;
 }
 #elif defined(__aarch64__)
@@ -55,7 +60,9 @@ emu_boot:
 static void *emu_first_frame(char *top, void (*fn)(void *), void *arg) {
   void **s = (void **)(top - 176);
   memset(s, 0, 176);
-  s[0] = arg; s[1] = (void *)fn; s[11] = (void *)&emu_boot;
+  s[0] = arg;
+  s[1] = (void *)fn;
+  s[11] = (void *)&emu_boot;
   return s;
 }
 #endif

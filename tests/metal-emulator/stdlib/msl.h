@@ -19,7 +19,8 @@ namespace metal {
 // Keywords and macros, last.
 #define EMU_TG(site, name, dims, ...) \
   typedef __VA_ARGS__ emu_tg_##site dims; \
-  emu_tg_##site &name = *(emu_tg_##site *)emu_tg_variable(site, sizeof(emu_tg_##site), alignof(emu_tg_##site), #name, emu_site{__FILE__, __LINE__, 0})
+  emu_tg_##site &name = *(emu_tg_##site *)emu_tg_variable(site, sizeof(emu_tg_##site), alignof(emu_tg_##site), #name, \
+                                                          emu_site{__FILE__, __LINE__, 0})
 #define device
 #define threadgroup
 #define thread
