@@ -21,7 +21,36 @@ inline uint seen(constant AttentionParams &p, uint i) {
 
 inline float larger(float a, float b) { return b > a ? b : a; }
 
-// A thread scores one slot for TILE queries (lane by lane of the head, so no sum crosses threads), then sums values for one or two lanes.
+template <typename T>
+constant constexpr uint PITCH = CHUNK + (sizeof(T) == 2 ? 2 : 1);  // of staged keys: an odd number of words
+
+// Products of TILE queries with the thread's own slot, lane by lane of the head, so that no sum crosses threads. Leaves `shared` free after
+// the next barrier.
+template <typename T, uint DIM>
+inline void score_slot(device const T *q, device const T *k, constant AttentionParams &p, uint i0, uint head, uint filled, uint tid,
+                       threadgroup float *shared, threadgroup T *keys, thread float (&scores)[TILE]) {
+  for (uint j = tid; j < TILE * DIM; j += SPLIT) {
+    const uint i = i0 + j / DIM, d = j % DIM;
+    const bool real = i < p.rows * p.group;
+    shared[d * TILE + j / DIM] = real ? float(q[i / p.group * p.q_row + (head * p.group + i % p.group) * p.q_head + d]) : 0.0f;
+  }
+  for (uint i = 0; i < TILE; i++) scores[i] = 0.0f;
+  for (uint d0 = 0; d0 < DIM; d0 += CHUNK) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint j = tid; j < SPLIT * CHUNK; j += SPLIT) {
+      const uint slot = j / CHUNK, d = j % CHUNK;
+      keys[slot * PITCH<T> + d] = slot < filled ? k[slot * p.k_slot + d0 + d] : T(0.0f);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint d = 0; d < CHUNK; d++) {
+      const float key = float(keys[tid * PITCH<T> + d]);
+      for (uint i = 0; i < TILE; i++) scores[i] = fma(shared[(d0 + d) * TILE + i], key, scores[i]);
+    }
+  }
+  for (uint i = 0; i < TILE; i++) scores[i] *= p.scale;
+}
+
+// A thread scores one slot for TILE queries, then sums values for one or two lanes.
 //
 // Threadgroup memory at head dim 256, bf16: 8 KB queries (then weights) + 4.6 KB keys: two threadgroups of 128 threads a core; 50 registers.
 // Bytes: keys and values once per TILE queries (further tiles find them in the cache), 4 / SPLIT of a row's own f32 sums on top: +3 % a row.
@@ -34,32 +63,15 @@ template <typename T, uint DIM>
     constant AttentionParams &p [[buffer(5)]],
     uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-  constexpr uint THREADS = SPLIT, PITCH = CHUNK + (sizeof(T) == 2 ? 2 : 1), COLUMNS = (DIM + THREADS - 1) / THREADS;
+  constexpr uint THREADS = SPLIT, COLUMNS = (DIM + THREADS - 1) / THREADS;
   threadgroup float shared[TILE * (DIM > SPLIT ? DIM : SPLIT)];
-  threadgroup T keys[SPLIT * PITCH];
+  threadgroup T keys[SPLIT * PITCH<T>];
   const uint first = group.y * SPLIT, i0 = group.x * TILE, head = group.z, filled = min(p.len - first, SPLIT);
-  device const T *own_k = k + head * p.k_head + first * p.k_slot;
   device const T *own_v = v + head * p.v_head + first * p.v_slot;
-  for (uint j = tid; j < TILE * DIM; j += THREADS) {
-    const uint i = i0 + j / DIM, d = j % DIM;
-    const bool real = i < p.rows * p.group;
-    shared[d * TILE + j / DIM] = real ? float(q[i / p.group * p.q_row + (head * p.group + i % p.group) * p.q_head + d]) : 0.0f;
-  }
-  float scores[TILE] = {0};
-  for (uint d0 = 0; d0 < DIM; d0 += CHUNK) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint j = tid; j < SPLIT * CHUNK; j += THREADS) {
-      const uint slot = j / CHUNK, d = j % CHUNK;
-      keys[slot * PITCH + d] = slot < filled ? own_k[slot * p.k_slot + d0 + d] : T(0.0f);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint d = 0; d < CHUNK; d++) {
-      const float key = float(keys[tid * PITCH + d]);
-      for (uint i = 0; i < TILE; i++) scores[i] = fma(shared[(d0 + d) * TILE + i], key, scores[i]);
-    }
-  }
+  float scores[TILE];
+  score_slot<T, DIM>(q, k + head * p.k_head + first * p.k_slot, p, i0, head, filled, tid, shared, keys, scores);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = 0; i < TILE; i++) shared[tid * TILE + i] = scores[i] * p.scale;
+  for (uint i = 0; i < TILE; i++) shared[tid * TILE + i] = scores[i];
   threadgroup_barrier(mem_flags::mem_threadgroup);
   uint visible[TILE], most = 0;
   for (uint i = 0; i < TILE; i++) {
@@ -120,6 +132,56 @@ template <typename T>
   y[id.y * dim + id.x] = T(out / sum);
 }
 
+// Scores of all slots for all queries, without a causal mask: [heads, rows, len]. SpecPrefill weighs a prompt's tokens with their softmax.
+//
+// 12.6 KB of threadgroup memory at head dim 256 and 128 threads: two threadgroups a core; 24 registers.
+// Bytes: keys once per TILE queries, 4 a score out. 8 rows, group 4, 32K slots, 2 key heads of 256 lanes: 34 MB and 8 MB, 0.1 ms at 400 GB/s,
+// beside 0.5 GFMA, 0.2 ms at half of 5 TFMA/s: c(8) near 3.
+template <typename T, uint DIM>
+[[kernel, max_total_threads_per_threadgroup(128)]] void attention_scores(
+    device const T *q [[buffer(0)]], device const T *k [[buffer(1)]], device float *out [[buffer(2)]],
+    constant AttentionParams &p [[buffer(3)]],
+    uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]]) {
+  threadgroup float shared[TILE * DIM];
+  threadgroup T keys[SPLIT * PITCH<T>];
+  const uint first = group.y * SPLIT, i0 = group.x * TILE, head = group.z, filled = min(p.len - first, SPLIT);
+  float scores[TILE];
+  score_slot<T, DIM>(q, k + head * p.k_head + first * p.k_slot, p, i0, head, filled, tid, shared, keys, scores);
+  if (tid >= filled) return;
+  for (uint i = 0; i < TILE; i++) {
+    const uint row = (i0 + i) / p.group;
+    if (row >= p.rows) break;
+    out[((head * p.group + (i0 + i) % p.group) * p.rows + row) * p.len + first + tid] = scores[i];
+  }
+}
+
+// The softmax of every row of `len` scores, in place: a threadgroup a row, three passes, 5 * 4 bytes a score, at memory speed.
+[[kernel, max_total_threads_per_threadgroup(256)]] void attention_softmax(
+    device float *scores [[buffer(0)]], constant uint &len [[buffer(1)]],
+    uint row [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+    uint simd [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float tops[8], sums[8];
+  device float *own = scores + row * len;
+  float top = -INFINITY, sum = 0.0f;
+  for (uint s = tid; s < len; s += 256) top = larger(top, own[s]);
+  top = simd_max(top);
+  if (lane == 0) tops[simd] = top;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = 0; i < 8; i++) top = larger(top, tops[i]);
+  for (uint s = tid; s < len; s += 256) {
+    const float weight = exp_f32(own[s] - top);
+    own[s] = weight;
+    sum += weight;
+  }
+  sum = simd_sum(sum);
+  if (lane == 0) sums[simd] = sum;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  sum = 0.0f;
+  for (uint i = 0; i < 8; i++) sum += sums[i];
+  const float inverse = 1.0f / sum;
+  for (uint s = tid; s < len; s += 256) own[s] *= inverse;
+}
+
 // Flash attention (Dao, arXiv 2307.08691): a simdgroup owns 8 queries, their sums stay in matrix registers; keys and values of a
 // block are staged once for all simdgroups. Lanes of a matrix: row (lane/4 & 4) + lane/2 % 4, two columns, as MLX and llama.cpp rely on.
 //
@@ -132,14 +194,14 @@ template <typename T, uint DIM, uint SIMDS, uint BLOCK>
     device T *y [[buffer(3)]], constant AttentionParams &p [[buffer(4)]],
     uint2 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-  constexpr uint THREADS = SIMDS * 32, QUERIES = SIMDS * 8, PITCH = DIM + 16 / sizeof(T);
-  threadgroup T queries[QUERIES * PITCH];
-  threadgroup T block[BLOCK * PITCH];
+  constexpr uint THREADS = SIMDS * 32, QUERIES = SIMDS * 8, ROW = DIM + 16 / sizeof(T);
+  threadgroup T queries[QUERIES * ROW];
+  threadgroup T block[BLOCK * ROW];
   const uint i0 = group.x * QUERIES, head = group.y, count = p.rows * p.group;
   device const T *own_k = k + head * p.k_head, *own_v = v + head * p.v_head;
   for (uint j = tid; j < QUERIES * DIM; j += THREADS) {
     const uint i = i0 + j / DIM, d = j % DIM;
-    queries[j / DIM * PITCH + d] = i < count ? q[i / p.group * p.q_row + (head * p.group + i % p.group) * p.q_head + d] : T(0.0f);
+    queries[j / DIM * ROW + d] = i < count ? q[i / p.group * p.q_row + (head * p.group + i % p.group) * p.q_head + d] : T(0.0f);
   }
   const uint quad = lane / 4, row = (quad & 4) + lane / 2 % 4, column = (quad & 2) * 2 + lane % 2 * 2;
   const uint i = i0 + simd * 8 + row, mine = seen(p, i), most = seen(p, min(i0 + QUERIES, count) - 1);
@@ -150,16 +212,16 @@ template <typename T, uint DIM, uint SIMDS, uint BLOCK>
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint j = tid; j < BLOCK * DIM; j += THREADS) {
       const uint slot = first + j / DIM, d = j % DIM;
-      block[j / DIM * PITCH + d] = slot < p.len ? own_k[slot * p.k_slot + d] : T(0.0f);
+      block[j / DIM * ROW + d] = slot < p.len ? own_k[slot * p.k_slot + d] : T(0.0f);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     simdgroup_matrix<float, 8, 8> scores[BLOCK / 8];
     for (uint j = 0; j < BLOCK / 8; j++) scores[j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     for (uint d = 0; d < DIM; d += 8) {
       simdgroup_matrix<T, 8, 8> a, b;
-      simdgroup_load(a, queries + simd * 8 * PITCH + d, PITCH);
+      simdgroup_load(a, queries + simd * 8 * ROW + d, ROW);
       for (uint j = 0; j < BLOCK / 8; j++) {
-        simdgroup_load(b, block + j * 8 * PITCH + d, PITCH, ulong2(0, 0), true);
+        simdgroup_load(b, block + j * 8 * ROW + d, ROW, ulong2(0, 0), true);
         simdgroup_multiply_accumulate(scores[j], a, b, scores[j]);
       }
     }
@@ -189,13 +251,13 @@ template <typename T, uint DIM, uint SIMDS, uint BLOCK>
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint j = tid; j < BLOCK * DIM; j += THREADS) {
       const uint slot = first + j / DIM, d = j % DIM;
-      block[j / DIM * PITCH + d] = slot < most ? own_v[slot * p.v_slot + d] : T(0.0f);
+      block[j / DIM * ROW + d] = slot < most ? own_v[slot * p.v_slot + d] : T(0.0f);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint j = 0; j < BLOCK / 8; j++) {
       for (uint d = 0; d < DIM / 8; d++) {
         simdgroup_matrix<T, 8, 8> b;
-        simdgroup_load(b, block + j * 8 * PITCH + d * 8, PITCH);
+        simdgroup_load(b, block + j * 8 * ROW + d * 8, ROW);
         simdgroup_multiply_accumulate(out[d], scores[j], b, out[d]);
       }
     }
@@ -213,7 +275,10 @@ template <typename T, uint DIM, uint SIMDS, uint BLOCK>
 #define DECODE(suffix, type) \
   INSTANCE("attention_split_64_" suffix, attention_split, type, 64) \
   INSTANCE("attention_split_128_" suffix, attention_split, type, 128) \
-  INSTANCE("attention_split_256_" suffix, attention_split, type, 256)
+  INSTANCE("attention_split_256_" suffix, attention_split, type, 256) \
+  INSTANCE("attention_scores_64_" suffix, attention_scores, type, 64) \
+  INSTANCE("attention_scores_128_" suffix, attention_scores, type, 128) \
+  INSTANCE("attention_scores_256_" suffix, attention_scores, type, 256)
 DECODE("f32", float)
 DECODE("f16", half)
 IF_BFLOAT(DECODE("bf16", bfloat))

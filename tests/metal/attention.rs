@@ -1,7 +1,7 @@
 //! `metal/attention.metal`.
 
 use candle_core::{DType, Device, Tensor};
-use candle_specprefill::ops::attention::reference;
+use candle_specprefill::ops::attention::{attention_probabilities, reference};
 use candle_specprefill::ops::{attention, Context};
 
 use crate::needs_clang;
@@ -139,6 +139,34 @@ fn a_row_is_the_same_in_any_company() {
             }
         }
     }
+}
+
+#[test]
+fn probabilities_agree_with_the_cpu_op() {
+    needs_clang!();
+    for (mode, dtype, rows, kv_heads, group, dim, len) in [
+        (Mode::Fast, DType::BF16, 5, 2, 3, 64, 700),
+        (Mode::Fast, DType::F32, 2, 1, 4, 256, 129),
+        (Mode::Fast, DType::F16, 1, 2, 1, 128, 3),
+        (Mode::Checked, DType::F32, 3, 2, 3, 64, 150),
+        (Mode::Checked, DType::BF16, 2, 1, 2, 256, 40),
+        (Mode::Checked, DType::F16, 9, 1, 1, 128, 9),
+    ] {
+        let c = case(rows, kv_heads, group, dim, len, dtype);
+        let cx = emulated(mode);
+        let got = attention_probabilities(&cx, &c.q, &c.k, len, c.scale).unwrap();
+        assert_all_emulated(&cx);
+        let cpu = Context::default();
+        let want = attention_probabilities(&cpu, &c.q, &c.k, len, c.scale).unwrap();
+        assert_eq!((got.dtype(), got.dims()), (DType::F32, want.dims()));
+        for (g, w) in floats(&got).iter().zip(floats(&want)) {
+            assert!((g - w).abs() <= 1e-8 + 2e-6 * w, "{g} for {w}");
+        }
+    }
+    let c = case(3, 1, 2, 64, 5, DType::F16);
+    let none = c.q.narrow(0, 0, 0).unwrap();
+    let p = attention_probabilities(&emulated(Mode::Fast), &none, &c.k, 5, 1.0).unwrap();
+    assert_eq!(p.dims(), [2, 0, 5]);
 }
 
 #[test]

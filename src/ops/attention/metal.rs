@@ -1,5 +1,7 @@
 //! What the GPU is told; `metal/attention.metal`.
 
+use candle_core::DType;
+
 use super::{cpu::Dims, OP};
 use crate::error::{Error, Result};
 use crate::ops::launch::{suffix, Launch, Operand, Params, Plan, Source};
@@ -24,35 +26,68 @@ pub(super) fn route(rows: usize) -> &'static str {
     }
 }
 
-/// Operands: `q`, `k` and `v`, each with a head's lanes side by side. They were checked, and `d.len >= d.rows`.
-pub(super) fn plan(d: Dims, q: &Operand, k: &Operand, v: &Operand) -> Result<Plan> {
+fn check(d: Dims, operands: &[&Operand]) -> Result<()> {
     if ![64, 128, 256].contains(&d.dim) {
         return Err(Error::argument(
             OP,
             format!("head dim {}; the Metal kernels take 64, 128 and 256", d.dim),
         ));
     }
-    if [q, k, v].iter().any(|x| x.strides[2] != 1) {
+    if operands.iter().any(|x| x.strides[2] != 1) {
         return Err(Error::argument(
             OP,
             "the Metal kernels need a head's lanes side by side; call contiguous()",
         ));
     }
+    Ok(())
+}
+
+fn params(d: Dims, q: &Operand, k: &Operand, v: &Operand) -> Params {
+    Params::default()
+        .u32(d.rows)
+        .u32(d.heads)
+        .u32(d.heads / d.kv_heads)
+        .u32(d.len)
+        .u32(q.strides[0])
+        .u32(q.strides[1])
+        .u32(k.strides[0])
+        .u32(k.strides[1])
+        .u32(v.strides[0])
+        .u32(v.strides[1])
+        .f32(d.scale)
+}
+
+/// Softmax over all slots, `[heads, rows, len]` f32. Operands: `q` and `k` as for [`plan`]; at least one slot.
+pub(super) fn probabilities(d: Dims, q: &Operand, k: &Operand) -> Result<Plan> {
+    check(d, &[q, k])?;
+    if d.heads * d.rows * d.len > u32::MAX as usize {
+        let what = format!("{} slots are too many for {} rows", d.len, d.rows);
+        return Err(Error::argument(OP, what));
+    }
+    let mut plan = Plan::default();
+    let p = plan.output(&[d.heads, d.rows, d.len], DType::F32);
+    let kernel = format!("attention_scores_{}_{}", d.dim, suffix(q.dtype));
+    let tiles = (d.rows * d.heads / d.kv_heads).div_ceil(TILE);
+    let scores = Launch::new(&SOURCE, kernel)
+        .input(0, 0, q)
+        .input(1, 1, k)
+        .write(2, p)
+        .params(3, params(d, q, k, k))
+        .threadgroups([tiles, d.len.div_ceil(SPLIT), d.kv_heads], [SPLIT, 1, 1]);
+    plan.launch(scores);
+    let softmax = Launch::new(&SOURCE, "attention_softmax")
+        .write(0, p)
+        .params(1, Params::default().u32(d.len))
+        .threadgroups([d.heads * d.rows, 1, 1], [256, 1, 1]);
+    plan.launch(softmax);
+    Ok(plan)
+}
+
+/// Operands: `q`, `k` and `v`, each with a head's lanes side by side. They were checked, and `d.len >= d.rows`.
+pub(super) fn plan(d: Dims, q: &Operand, k: &Operand, v: &Operand) -> Result<Plan> {
+    check(d, &[q, k, v])?;
     let group = d.heads / d.kv_heads;
-    let params = || {
-        Params::default()
-            .u32(d.rows)
-            .u32(d.heads)
-            .u32(group)
-            .u32(d.len)
-            .u32(q.strides[0])
-            .u32(q.strides[1])
-            .u32(k.strides[0])
-            .u32(k.strides[1])
-            .u32(v.strides[0])
-            .u32(v.strides[1])
-            .f32(d.scale)
-    };
+    let params = || params(d, q, k, v);
     let kernel = |name: &str| format!("attention_{name}_{}_{}", d.dim, suffix(q.dtype));
     let mut plan = Plan::default();
     let y = plan.output(&[d.rows, d.heads, d.dim], q.dtype);

@@ -34,10 +34,6 @@ pub fn attention(
     }
     if launch::wanted(cx, q) {
         cx.routes().count(OP, metal::route(dims.rows), dtype);
-        let dense = |x: &Tensor| match x.stride()[2] {
-            1 => Ok(x.clone()),
-            _ => x.contiguous(),
-        };
         let (q, k, v) = (dense(q)?, dense(k)?, dense(v)?);
         let of = |x: &Tensor| Operand::of(OP, x);
         let plan = metal::plan(dims, &of(&q)?, &of(&k)?, &of(&v)?)?;
@@ -57,8 +53,22 @@ pub fn attention_probabilities(
     scale: f32,
 ) -> Result<Tensor> {
     let (dtype, dims) = checked(q, k, len, scale)?;
+    if launch::wanted(cx, q) && len > 0 {
+        cx.routes().count("attention_probabilities", "metal", dtype);
+        let (q, k) = (dense(q)?, dense(k)?);
+        let plan = metal::probabilities(dims, &Operand::of(OP, &q)?, &Operand::of(OP, &k)?)?;
+        return launch::run_one(cx, &plan, &[&q, &k]);
+    }
     cx.routes().count("attention_probabilities", "cpu", dtype);
     for_element!(dtype, probabilities_on_cpu(q, k, dims))
+}
+
+/// With a head's lanes side by side, as the Metal kernels read them.
+fn dense(x: &Tensor) -> Result<Tensor> {
+    Ok(match x.stride()[2] {
+        1 => x.clone(),
+        _ => x.contiguous()?,
+    })
 }
 
 fn checked(q: &Tensor, k: &Tensor, len: usize, scale: f32) -> Result<(DType, cpu::Dims)> {
