@@ -273,9 +273,11 @@ template <typename T, uint DIM, uint SIMDS, uint BLOCK>
 }
 
 #define DECODE(suffix, type) \
+  INSTANCE("attention_split_32_" suffix, attention_split, type, 32) \
   INSTANCE("attention_split_64_" suffix, attention_split, type, 64) \
   INSTANCE("attention_split_128_" suffix, attention_split, type, 128) \
   INSTANCE("attention_split_256_" suffix, attention_split, type, 256) \
+  INSTANCE("attention_scores_32_" suffix, attention_scores, type, 32) \
   INSTANCE("attention_scores_64_" suffix, attention_scores, type, 64) \
   INSTANCE("attention_scores_128_" suffix, attention_scores, type, 128) \
   INSTANCE("attention_scores_256_" suffix, attention_scores, type, 256)
@@ -286,11 +288,13 @@ INSTANCES("attention_merge", attention_merge)
 
 // Simdgroups and slots of a block: as many as fit into 32 KB.
 #define PREFILL_16_BIT(suffix, type) \
+  INSTANCE("attention_prefill_32_" suffix, attention_prefill, type, 32, 4, 32) \
   INSTANCE("attention_prefill_64_" suffix, attention_prefill, type, 64, 4, 32) \
   INSTANCE("attention_prefill_128_" suffix, attention_prefill, type, 128, 4, 32) \
   INSTANCE("attention_prefill_256_" suffix, attention_prefill, type, 256, 4, 16)
 PREFILL_16_BIT("f16", half)
 IF_BFLOAT(PREFILL_16_BIT("bf16", bfloat))
+INSTANCE("attention_prefill_32_f32", attention_prefill, float, 32, 4, 32)
 INSTANCE("attention_prefill_64_f32", attention_prefill, float, 64, 4, 32)
 INSTANCE("attention_prefill_128_f32", attention_prefill, float, 128, 4, 16)
 INSTANCE("attention_prefill_256_f32", attention_prefill, float, 256, 2, 8)

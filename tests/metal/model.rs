@@ -7,6 +7,7 @@ use candle_specprefill::mtp::{prefill, Depth, PrefillOptions, Sampling, Session,
 use candle_specprefill::ops::Context;
 use candle_specprefill::pipeline::TextTokenizer;
 use candle_specprefill::qwen3_5::{Cache, Keep, LoadOptions, Model, Rows};
+use candle_specprefill::specprefill::{AttentionScorer, Scorer, ScorerInput};
 
 use crate::needs_clang;
 use crate::support::*;
@@ -19,12 +20,12 @@ fn dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/tiny/target")
 }
 
-fn target() -> Model {
+fn open(dir: &Path, dtype: DType) -> Model {
     let options = LoadOptions {
-        dtype: DType::BF16,
+        dtype,
         ..Default::default()
     };
-    Model::load(dir(), &options).unwrap()
+    Model::load(dir, &options).unwrap()
 }
 
 /// A chat prompt of exactly 64 tokens.
@@ -125,7 +126,7 @@ fn contents(cache: &Cache) -> Vec<Vec<u32>> {
 #[test]
 fn the_target_prefills_and_speculates_on_launches_alone() {
     needs_clang!();
-    let (model, prompt) = (target(), prompt());
+    let (model, prompt) = (open(&dir(), DType::BF16), prompt());
     let gpu = emulated(Mode::Fast);
     let (cache, last) = prefilled(&model, &gpu, &prompt);
     let start = (&cache, &last);
@@ -168,6 +169,73 @@ fn the_target_prefills_and_speculates_on_launches_alone() {
     );
     assert!(worst < BOUND && mean < 0.05 && 10 * differing <= rows);
     assert_all_emulated(&gpu);
+}
+
+/// A route of matmuls inside an expert counts reads of its weights, not a kernel.
+fn assert_on_launches(cx: &Context) {
+    let routes = cx.routes().snapshot();
+    for route in routes.keys().filter(|r| !r.starts_with("moe/expert/")) {
+        assert!(route.contains("/metal"), "{route} left the Metal path");
+    }
+    assert!(!cx.routes().fell_back());
+}
+
+/// Random models, dense and with experts: close to the CPU, and speculation changes no bit.
+#[test]
+fn small_models_with_and_without_experts_run_on_launches_alone() {
+    needs_clang!();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    for name in ["dense", "moe", "mlx/moe_q4g64"] {
+        let model = open(&golden.join(name), DType::F32);
+        let prompt: Vec<u32> = (0..19).map(|i| (i * 37 + 5) % 200).collect();
+        let (gpu, cpu) = (emulated(Mode::Fast), Context::default());
+        let (cache, last) = prefilled(&model, &gpu, &prompt);
+        let plain = decode(&model, &gpu, (&cache, &last), Depth::Off, 9);
+        if model.has_mtp() {
+            let spec = decode(&model, &gpu, (&cache, &last), Depth::Fixed(3), 9);
+            assert_eq!(spec.tokens, plain.tokens, "{name}");
+            assert_eq!(spec.contents, plain.contents, "{name}");
+        }
+        let got = logits(&model, &gpu, (cache, last), &plain.tokens);
+        let want = logits(
+            &model,
+            &cpu,
+            prefilled(&model, &cpu, &prompt),
+            &plain.tokens,
+        );
+        let pairs = got.iter().flatten().zip(want.iter().flatten());
+        let worst = pairs.map(|(g, w)| (g - w).abs()).fold(0f32, f32::max);
+        println!("{name}: logits at most {worst:.1e} apart");
+        assert!(worst < 1e-4, "{name}: {worst}");
+        assert_on_launches(&gpu);
+    }
+}
+
+/// SpecPrefill's scores on launches: the CPU's to within rounding, and the same look-ahead.
+#[test]
+fn a_draft_scores_a_prompt_on_launches_alone() {
+    needs_clang!();
+    let draft = open(&dir().with_file_name("draft"), DType::F32);
+    let (prompt, gpu, cpu) = (prompt(), emulated(Mode::Fast), Context::default());
+    let score = |cx| {
+        let input = ScorerInput {
+            draft: &draft,
+            cx,
+            tokens: &prompt,
+            prefill_chunk: 512,
+        };
+        let scorer = AttentionScorer {
+            lookahead: 3,
+            ..AttentionScorer::default()
+        };
+        scorer.score(&input, &mut |_| {}).unwrap()
+    };
+    let (got, want) = (score(&gpu), score(&cpu));
+    assert_on_launches(&gpu);
+    assert_eq!(got.lookahead, want.lookahead);
+    for (i, (g, w)) in got.importance.iter().zip(&want.importance).enumerate() {
+        assert!((g - w).abs() <= 1e-5 + 1e-2 * w, "token {i}: {g} for {w}");
+    }
 }
 
 fn best(logits: &[f32]) -> usize {

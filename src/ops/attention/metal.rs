@@ -27,10 +27,13 @@ pub(super) fn route(rows: usize) -> &'static str {
 }
 
 fn check(d: Dims, operands: &[&Operand]) -> Result<()> {
-    if ![64, 128, 256].contains(&d.dim) {
+    if ![32, 64, 128, 256].contains(&d.dim) {
         return Err(Error::argument(
             OP,
-            format!("head dim {}; the Metal kernels take 64, 128 and 256", d.dim),
+            format!(
+                "head dim {}; the Metal kernels take 32, 64, 128 and 256",
+                d.dim
+            ),
         ));
     }
     if operands.iter().any(|x| x.strides[2] != 1) {
