@@ -9,7 +9,7 @@ use candle_specprefill::pipeline::{
     Usage,
 };
 use candle_specprefill::specprefill::{
-    Keep, OnFailure, Policy, Progress, Reason, Role, Scorer, ScorerInput, Scores,
+    AttentionScorer, Keep, OnFailure, Policy, Progress, Reason, Role, Scorer, ScorerInput, Scores,
 };
 use serde_json::Value;
 
@@ -364,4 +364,61 @@ fn a_time_budget_is_met_once_speeds_are_known() {
     options.specprefill.keep = Keep::Budget { ttft_s: 1e6 };
     let (_, third) = answer(&pipeline, messages, &options);
     assert_eq!(third.kept_tokens, third.prompt_tokens);
+}
+
+/// Keeps what matters least, and looks ahead as the default does.
+#[derive(Debug)]
+struct Inverted;
+
+impl Scorer for Inverted {
+    fn id(&self) -> String {
+        "inverted".into()
+    }
+
+    fn score(
+        &self,
+        input: &ScorerInput,
+        progress: &mut dyn FnMut(Progress),
+    ) -> candle_specprefill::Result<Scores> {
+        let mut scores = AttentionScorer::look_ahead().score(input, progress)?;
+        scores.importance.iter_mut().for_each(|s| *s = -*s);
+        Ok(scores)
+    }
+}
+
+#[test]
+fn a_bad_selection_is_doubted_and_a_good_one_is_not() {
+    let build = |scorer: Option<std::sync::Arc<dyn Scorer>>| {
+        let builder =
+            SpecPrefillPipeline::builder(tiny().join("target")).draft(tiny().join("draft"));
+        match scorer {
+            Some(scorer) => builder.scorer(scorer).build().unwrap(),
+            None => builder.build().unwrap(),
+        }
+    };
+    let (value, messages) = needle("needle_4k_01.json");
+    let right = value["expected_answer"].as_str().unwrap();
+    let mut options = long_options();
+    let bad = build(Some(std::sync::Arc::new(Inverted)));
+    let (text, usage) = answer(&bad, messages.clone(), &options);
+    assert!(text != right && !usage.specprefill.reread);
+    let low = usage.specprefill.agreement.unwrap();
+    options.specprefill.gate.min_probability = 0.5;
+    let (text, usage) = answer(&bad, messages.clone(), &options);
+    assert_eq!(
+        (text.as_str(), usage.kept_tokens),
+        (right, usage.prompt_tokens)
+    );
+    assert!(usage.specprefill.reread && usage.specprefill.agreement == Some(low));
+    // Reading more, but not everything, of the same scores.
+    options.specprefill.gate.reread = Some(Keep::Fraction(0.5));
+    let (_, usage) = answer(&bad, messages.clone(), &options);
+    let share = usage.kept_tokens as f64 / usage.prompt_tokens as f64;
+    assert!(
+        usage.specprefill.reread && (0.45..0.65).contains(&share),
+        "{share}"
+    );
+    let (text, usage) = answer(&build(None), messages, &options);
+    assert!(text == right && !usage.specprefill.reread);
+    assert!(usage.specprefill.agreement.unwrap() > 0.5 && low < 0.5);
 }

@@ -577,6 +577,26 @@ fn the_memo_forgets_what_was_not_used_for_longest() {
     assert_eq!(memo.get("a", &[1]).unwrap().importance, [1.0]);
 }
 
+#[test]
+fn seams_keep_the_tokens_before_every_run() {
+    let mut importance = vec![0.0; 320];
+    importance[100] = 1.0;
+    let scores = Scores {
+        importance,
+        ..Default::default()
+    };
+    let settings = |seam| Settings {
+        keep: KeepRows::Tokens(33),
+        tail: 0,
+        seam,
+        ..Default::default()
+    };
+    let plain = select(&scores, &[], &settings(0)).kept;
+    assert_eq!(plain, (96..128).chain(319..320).collect::<Vec<u32>>());
+    let seamed = select(&scores, &[], &settings(3)).kept;
+    assert_eq!(seamed, (93..128).chain(316..320).collect::<Vec<u32>>());
+}
+
 /// What a browser would show of the article, without what a rule drops.
 fn shown(page: &str, only_kept: bool) -> String {
     let article = page.split("<article>").nth(1).unwrap();

@@ -52,6 +52,12 @@ struct Cli {
     /// Chunks on either side of a chosen one that are kept too
     #[arg(long, default_value_t = 0)]
     neighbours: usize,
+    /// Read everything where the target gives the draft's first token less probability than this; 0 is off
+    #[arg(long, default_value_t = 0.0)]
+    gate: f64,
+    /// Tokens before every kept run that are kept too
+    #[arg(long, default_value_t = 0)]
+    seam: usize,
     /// Text to hide facts in, paragraphs apart by empty lines [default: the embedded prompts']
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
@@ -142,6 +148,8 @@ fn options(cli: &Cli) -> GenerateOptions {
     options.specprefill.threshold = 600;
     options.specprefill.tail = cli.tail;
     options.specprefill.neighbours = cli.neighbours;
+    options.specprefill.gate.min_probability = cli.gate;
+    options.specprefill.seam = cli.seam;
     options
 }
 
@@ -202,6 +210,8 @@ fn case(
         ttft_s: usage.time_to_first_token_s,
         scoring_s: usage.specprefill.scoring_s + usage.specprefill.lookahead_s,
         prefill_s: usage.specprefill.prefill_s,
+        agreement: usage.specprefill.agreement,
+        reread: usage.specprefill.reread,
     })
 }
 

@@ -30,6 +30,10 @@ pub struct Case {
     pub ttft_s: f64,
     pub scoring_s: f64,
     pub prefill_s: f64,
+    /// The target's probability of the draft's first token.
+    pub agreement: Option<f64>,
+    /// Whether the gate doubted the selection.
+    pub reread: bool,
 }
 
 /// Everything.

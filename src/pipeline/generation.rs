@@ -104,15 +104,21 @@ impl Request<'_> {
             progress: &report,
         };
         let (selection, mut specprefill) = reading.choose(&cx)?;
-        let kept = match selection {
-            Some(selection) => selection.kept,
-            None => (0..self.tokens.len() as u32).collect(),
-        };
+        let expected = selection
+            .as_ref()
+            .and_then(|s| s.lookahead.first().copied());
+        let mut kept = reading.rows(selection);
         if !self.progress(Stage::Prefill, 0, kept.len()) {
             return Ok(());
         }
         let begun = Instant::now();
-        let Read { cache, hidden } = reading.read(&cx, &kept, &mut specprefill)?;
+        let mut read = reading.read(&cx, &kept, &mut specprefill)?;
+        let doubted = reading.doubt(&cx, &read.hidden, expected, &mut specprefill)?;
+        if let (Some(more), true) = (doubted, self.progress(Stage::Prefill, 0, self.tokens.len())) {
+            kept = more;
+            read = reading.read(&cx, &kept, &mut specprefill)?;
+        }
+        let Read { cache, hidden } = read;
         specprefill.prefill_s = begun.elapsed().as_secs_f64();
         reading.learn(kept.len(), &specprefill);
         let copy = self.options.copy && self.options.mtp_depth != Depth::Off;

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, PoisonError};
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::builder::Parts;
 use super::prefix::Prefix;
@@ -191,9 +191,56 @@ impl Reading<'_> {
         Ok(prefix)
     }
 
+    /// The rows of a selection, or all.
+    pub fn rows(&self, selection: Option<Selection>) -> Vec<u32> {
+        match selection {
+            Some(selection) => selection.kept,
+            None => (0..self.prompt.tokens.len() as u32).collect(),
+        }
+    }
+
+    /// Measures how likely the target finds the draft's first token after reading a selection, and gives the rows to read in
+    /// its place if the settings' gate doubts it.
+    pub fn doubt(
+        &self,
+        cx: &Context,
+        hidden: &Tensor,
+        expected: Option<u32>,
+        usage: &mut SpecPrefillUsage,
+    ) -> Result<Option<Vec<u32>>> {
+        let Some(expected) = expected else {
+            return Ok(None);
+        };
+        let logits = self.parts.target.logits(cx, hidden)?.to_dtype(DType::F32)?;
+        let logits: Vec<f32> = logits.flatten_all()?.to_vec1()?;
+        let top = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let all: f64 = logits.iter().map(|l| ((l - top) as f64).exp()).sum();
+        let logit = logits.get(expected as usize).copied();
+        let agreement = logit.map_or(0.0, |l| ((l - top) as f64).exp() / all);
+        usage.agreement = Some(agreement);
+        let gate = self.options.specprefill.gate;
+        // Also where the target's logits are not numbers.
+        if agreement >= gate.min_probability || gate.min_probability == 0.0 {
+            return Ok(None);
+        }
+        tracing::info!(agreement, "the selection is doubted: more is read");
+        usage.reread = true;
+        let Some(keep) = gate.reread else {
+            return Ok(Some(self.rows(None)));
+        };
+        let mut options = self.options.clone();
+        options.specprefill.keep = keep;
+        let again = Reading {
+            options: &options,
+            ..*self
+        };
+        // The memo has the scores.
+        Ok(Some(again.rows(again.choose(cx)?.0)))
+    }
+
     /// Learns what a token costs, for [`Keep::Budget`].
     pub fn learn(&self, kept: usize, usage: &SpecPrefillUsage) {
-        if usage.memo || !usage.admitted || usage.prefix_tokens > 0 || kept == 0 {
+        if usage.memo || usage.reread || !usage.admitted || usage.prefix_tokens > 0 || kept == 0 {
             return;
         }
         let total = self.prompt.tokens.len() as f64;

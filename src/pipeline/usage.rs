@@ -47,6 +47,11 @@ pub struct SpecPrefillUsage {
     pub required_tokens: usize,
     /// Whether they were more than was asked for.
     pub over_budget: bool,
+    /// The probability that the target, having read the selection, gave to the token which the draft would answer with first:
+    /// low where something that matters may have been dropped. `None` without a selection or a look-ahead.
+    pub agreement: Option<f64>,
+    /// Whether the selection was doubted and more was read in its place.
+    pub reread: bool,
     /// Whether the prompt had been scored before.
     pub memo: bool,
     /// Tokens at the start that an earlier request had read.

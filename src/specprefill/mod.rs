@@ -29,7 +29,7 @@ pub use memo::ScoreMemo;
 pub use report::Report;
 pub use scorer::{Scorer, ScorerInput, Scores, Scoring};
 pub use select::{kept_rows, select_chunks, Chunk, Kept};
-pub use settings::Settings;
+pub use settings::{Gate, Settings};
 pub use spans::{union, Policy, Required, Role, Rule, Span};
 
 /// What a scoring is doing.
@@ -65,6 +65,9 @@ pub struct Selection {
     pub required: Vec<Required>,
     /// Every chunk, with its score and why it was kept.
     pub chunks: Vec<Chunk>,
+    /// What the draft would answer with, as far as the scorer looked ahead.
+    #[serde(default)]
+    pub lookahead: Vec<u32>,
     /// Seconds that the draft took to read the prompt.
     pub scoring_s: f64,
     /// Seconds that looking ahead took.
@@ -160,12 +163,22 @@ pub fn select(scores: &Scores, required: &[Required], settings: &Settings) -> Se
     // The last row's hidden state gives the first token.
     ranges.push(total.saturating_sub(1)..total);
     let chunks = select_chunks(&scores.importance, &ranges, settings);
+    if settings.seam > 0 {
+        let kept = chunks.iter().filter(|c| c.kept.is_some());
+        let starts = kept.map(|c| c.start as usize).collect::<Vec<_>>();
+        let starts = starts
+            .into_iter()
+            .chain(ranges.clone().into_iter().map(|r| r.start));
+        let seams = starts.map(|s| s.saturating_sub(settings.seam)..s);
+        ranges.extend(seams.collect::<Vec<_>>());
+    }
     Selection {
         kept: kept_rows(&chunks, &ranges),
         total,
         budget: select::budget_tokens(settings, &chunks),
         required: required.to_vec(),
         chunks,
+        lookahead: scores.lookahead.clone(),
         scoring_s: scores.prefill_s,
         lookahead_s: scores.lookahead_s,
     }
