@@ -190,8 +190,8 @@ fn configurations_that_do_not_fit() {
         ),
         (
             "\"rope_type\": \"default\"",
-            "\"rope_type\": \"yarn\"",
-            "yarn",
+            "\"rope_type\": \"spiral\"",
+            "spiral",
         ),
         (
             "\"model_type\": \"qwen3_5_text\"",

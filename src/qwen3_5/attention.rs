@@ -145,7 +145,10 @@ impl Attention {
             self.prime(cx, x, positions, rope, spans)?;
             let sizes: Vec<_> = spans.iter().map(|s| (s.rows, s.wanted)).collect();
             let projected = ops::matmul(cx, &last_rows(x, &sizes)?, &self.q)?;
-            let positions = last_rows(positions, &sizes)?;
+            let positions = match positions.rank() {
+                1 => last_rows(positions, &sizes)?,
+                _ => last_rows(&positions.t()?, &sizes)?.t()?,
+            };
             self.queries(cx, &projected, &positions, rope)?
         };
         let scale = (self.head_dim as f32).powf(-0.5);

@@ -9,6 +9,8 @@ use serde_json::{Map, Value};
 use crate::affine::AffineFormat;
 use crate::error::{Error, Result};
 
+use super::rope::{RopeKind, RopeParameters};
+
 /// No published model comes near these; a larger value is a damaged file, and would size allocations.
 const MAX_DIM: usize = 1 << 24;
 const MAX_LAYERS: usize = 4096;
@@ -73,7 +75,9 @@ pub struct TextConfig {
     pub partial_rotary_factor: f64,
     /// Pairs per axis of mRoPE, where the model has it.
     pub mrope_section: Option<[usize; 3]>,
-    /// Positions that the model was made for.
+    /// How the rotary frequencies follow from the base.
+    pub rope_kind: RopeKind,
+    /// Positions that the model takes: the file's `max_position_embeddings`, as its RoPE kind stretches it.
     pub max_position_embeddings: usize,
     /// Whether the output head is the embedding table.
     pub tie_word_embeddings: bool,
@@ -198,7 +202,8 @@ impl Fields<'_> {
         }
         let moe = self.moe()?;
         let inner = moe.map(|m| m.shared_expert_intermediate_size);
-        let rope = self.rope()?;
+        let positions = self.size("max_position_embeddings", Some(262_144))?;
+        let rope = self.rope(positions)?;
         let config = TextConfig {
             vocab_size: self.size("vocab_size", None)?,
             hidden_size: self.size("hidden_size", None)?,
@@ -217,7 +222,8 @@ impl Fields<'_> {
             rope_theta: rope.theta,
             partial_rotary_factor: rope.partial,
             mrope_section: rope.sections,
-            max_position_embeddings: self.size("max_position_embeddings", Some(262_144))?,
+            max_position_embeddings: rope.kind.reach(positions).min(MAX_DIM),
+            rope_kind: rope.kind,
             tie_word_embeddings: self.optional("tie_word_embeddings")?.unwrap_or(false),
             mtp_num_hidden_layers: self.optional("mtp_num_hidden_layers")?.unwrap_or(0),
             eos_token_ids: self.eos()?,
@@ -301,8 +307,10 @@ impl Fields<'_> {
         Ok(all)
     }
 
-    fn rope(&self) -> Result<RopeFields> {
+    fn rope(&self, positions: usize) -> Result<RopeFields> {
+        let outer = self.optional("original_max_position_embeddings")?;
         let mut rope = RopeFields {
+            kind: RopeKind::Default,
             theta: self.optional("rope_theta")?.unwrap_or(1e7),
             partial: self.optional("partial_rotary_factor")?.unwrap_or(0.25),
             sections: None,
@@ -311,11 +319,8 @@ impl Fields<'_> {
             let Some(parameters) = self.optional::<RopeParameters>(name)? else {
                 continue;
             };
-            let kind = parameters.rope_type.or(parameters.kind);
-            let kind = kind.unwrap_or_else(|| "default".into());
-            if !matches!(kind.as_str(), "default" | "mrope") {
-                return Err(self.error(format!("{name}: rope type {kind:?} is not supported yet")));
-            }
+            let kind = parameters.kind(positions, outer);
+            rope.kind = kind.map_err(|what| self.error(format!("{name}: {what}")))?;
             rope.theta = parameters.rope_theta.unwrap_or(rope.theta);
             rope.partial = parameters.partial_rotary_factor.unwrap_or(rope.partial);
             rope.sections = parameters.mrope_section.or(rope.sections);
@@ -366,13 +371,18 @@ impl Fields<'_> {
                 c.linear_key_head_dim,
             ],
         ];
-        match products
+        let too_large = products
             .iter()
-            .find(|[a, b]| a.saturating_mul(*b) > MAX_DIM)
-        {
-            Some([a, b]) => Err(self.error(format!("heads of {a} × {b} are too large"))),
-            None => Ok(()),
+            .find(|[a, b]| a.saturating_mul(*b) > MAX_DIM);
+        if let Some([a, b]) = too_large {
+            return Err(self.error(format!("heads of {a} × {b} are too large")));
         }
+        // Tables that the kind cannot make are the file's fault, whatever the length.
+        for longest in [1, usize::MAX] {
+            c.rope(longest)
+                .map_err(|e| self.error(format!("rope_parameters: {e}")))?;
+        }
+        Ok(())
     }
 
     fn quantization(&self) -> Result<Option<Quantization>> {
@@ -426,14 +436,5 @@ struct RopeFields {
     theta: f64,
     partial: f64,
     sections: Option<[usize; 3]>,
-}
-
-#[derive(Deserialize)]
-struct RopeParameters {
-    rope_type: Option<String>,
-    #[serde(rename = "type")]
-    kind: Option<String>,
-    rope_theta: Option<f64>,
-    partial_rotary_factor: Option<f64>,
-    mrope_section: Option<[usize; 3]>,
+    kind: RopeKind,
 }

@@ -13,6 +13,7 @@ use crate::ops::{self, Context};
 use super::cache::{Cache, LayerCache};
 use super::checkpoint::Checkpoint;
 use super::config::{Config, LayerType, TextConfig};
+use super::embeddings::Packed;
 use super::layer::{Layer, Mixer};
 use super::mtp::DraftHead;
 use super::weights::Weights;
@@ -48,6 +49,8 @@ pub struct Model {
     lm_head: Option<Weight>,
     head: Option<DraftHead>,
     rope: Rope,
+    /// Positions that rows may have.
+    limit: usize,
     device: Device,
     dtype: DType,
 }
@@ -162,11 +165,28 @@ impl Model {
             norm: trunk.norm("norm", text.hidden_size)?,
             lm_head: weights.lm_head()?,
             head,
-            rope: Rope::new(text.rope_theta, text.rotary_dims())?,
+            rope: text.rope(text.max_position_embeddings)?,
+            limit: text.max_position_embeddings,
             config: text.clone(),
             device: options.device.clone(),
             dtype: options.dtype,
         })
+    }
+
+    /// Takes sequences of up to `tokens` (at most `max_position_embeddings`) and fits the frequencies of those RoPE kinds to
+    /// them that depend on the length (`dynamic`, `longrope`); without this call they fit the longest. Caches made before
+    /// hold keys of the former frequencies.
+    pub fn with_longest(mut self, tokens: usize) -> Result<Self> {
+        let most = self.config.max_position_embeddings;
+        if tokens == 0 || tokens > most {
+            return Err(Error::Option {
+                name: "context",
+                what: format!("{tokens} tokens, expected 1 to {most} (max_position_embeddings)"),
+            });
+        }
+        self.rope = self.config.rope(tokens)?;
+        self.limit = tokens;
+        Ok(self)
     }
 
     /// The text model's configuration.
@@ -233,7 +253,7 @@ impl Model {
         batch: &mut [Rows],
         wanted: Wanted,
     ) -> Result<Option<Tensor>> {
-        self.in_pool(|| self.pass(cx, batch, wanted, None))
+        self.in_pool(|| self.token_pass(cx, batch, wanted, None))
     }
 
     /// [`Model::forward_wanted`] of one sequence, which also records queries.
@@ -245,7 +265,7 @@ impl Model {
         capture: &mut Capture,
     ) -> Result<Option<Tensor>> {
         capture.queries.clear();
-        self.in_pool(|| self.pass(cx, &mut [rows], wanted, Some(&mut capture.queries)))
+        self.in_pool(|| self.token_pass(cx, &mut [rows], wanted, Some(&mut capture.queries)))
     }
 
     /// The layer of the `index`-th full-attention layer.
@@ -267,25 +287,51 @@ impl Model {
         }
     }
 
-    fn pass(
+    fn token_pass(
         &self,
         cx: &Context,
         batch: &mut [Rows],
         wanted: Wanted,
-        mut queries: Option<&mut Vec<Tensor>>,
+        queries: Option<&mut Vec<Tensor>>,
     ) -> Result<Option<Tensor>> {
-        let depth = match wanted {
-            Wanted::Keys(index) => self.attention_layer(index)? + 1,
-            _ => self.layers.len(),
-        };
+        let depth = self.depth(wanted)?;
         for rows in batch.iter() {
             self.check_rows(rows.tokens, rows.positions)?;
             rows.cache.ready(&self.config.layer_types, depth)?;
         }
         let tokens: Vec<u32> = batch.iter().flat_map(|r| r.tokens).copied().collect();
         let positions: Vec<u32> = batch.iter().flat_map(|r| r.positions).copied().collect();
-        let mut x = self.embed(&tokens)?;
+        let x = self.embed(&tokens)?;
         let positions = Tensor::new(positions, &self.device)?;
+        let packed = batch.iter_mut().map(|r| Packed {
+            cache: r.cache,
+            rows: r.tokens.len(),
+            ends: r.positions,
+            keep: r.keep,
+        });
+        let mut packed: Vec<_> = packed.collect();
+        self.pass(cx, x, &positions, &mut packed, wanted, queries)
+    }
+
+    /// Layers that a pass runs.
+    pub(super) fn depth(&self, wanted: Wanted) -> Result<usize> {
+        Ok(match wanted {
+            Wanted::Keys(index) => self.attention_layer(index)? + 1,
+            _ => self.layers.len(),
+        })
+    }
+
+    /// `x` is `[rows, hidden]`, `positions` `[rows]` or `[3, rows]`. All input was checked.
+    pub(super) fn pass(
+        &self,
+        cx: &Context,
+        mut x: Tensor,
+        positions: &Tensor,
+        batch: &mut [Packed],
+        wanted: Wanted,
+        mut queries: Option<&mut Vec<Tensor>>,
+    ) -> Result<Option<Tensor>> {
+        let depth = self.depth(wanted)?;
         batch.iter_mut().for_each(|r| r.cache.begin(depth));
         let mut hidden = None;
         for (i, layer) in self.layers[..depth].iter().enumerate() {
@@ -296,7 +342,7 @@ impl Model {
                 Wanted::Last => rows.min(1),
                 Wanted::Nothing | Wanted::Keys(_) => 0,
             };
-            let sizes: Vec<_> = batch.iter().map(|r| r.tokens.len()).collect();
+            let sizes: Vec<_> = batch.iter().map(|r| r.rows).collect();
             let sizes: Vec<_> = sizes.into_iter().map(|rows| (rows, of(rows))).collect();
             let residual = |x: &Tensor| attention::last_rows(x, &sizes);
             let out = layer.forward(cx, &x, residual, |mixer, x| match mixer {
@@ -307,8 +353,8 @@ impl Model {
                             LayerCache::Attention(key_values) => Some(attention::Span {
                                 key_values,
                                 filled,
-                                rows: r.tokens.len(),
-                                wanted: of(r.tokens.len()),
+                                rows: r.rows,
+                                wanted: of(r.rows),
                             }),
                             LayerCache::Delta(_) => None,
                         }
@@ -317,12 +363,12 @@ impl Model {
                     let queries = queries.as_deref_mut();
                     let (rope, spans) = (&self.rope, &mut spans);
                     if spans.iter().any(|s| s.wanted > 0) {
-                        let out = mixer.forward(cx, x, &positions, rope, spans, queries)?;
+                        let out = mixer.forward(cx, x, positions, rope, spans, queries)?;
                         return Ok(Some(out));
                     }
-                    mixer.prime(cx, x, &positions, rope, spans)?;
+                    mixer.prime(cx, x, positions, rope, spans)?;
                     if let (Wanted::Keys(_), Some(queries)) = (wanted, queries) {
-                        queries.push(mixer.queries_only(cx, x, &positions, rope)?);
+                        queries.push(mixer.queries_only(cx, x, positions, rope)?);
                     }
                     Ok(None)
                 }
@@ -332,8 +378,8 @@ impl Model {
                         .filter_map(|r| match &mut r.cache.layers[i] {
                             LayerCache::Delta(state) => Some(gated_delta_net::Span {
                                 state,
-                                rows: r.tokens.len(),
-                                wanted: of(r.tokens.len()),
+                                rows: r.rows,
+                                wanted: of(r.rows),
                                 keep: r.keep,
                             }),
                             LayerCache::Attention(_) => None,
@@ -351,7 +397,7 @@ impl Model {
         let norm = |x: Tensor| ops::rms_norm(cx, &x, &self.norm, eps);
         let hidden = hidden.map(norm).transpose()?;
         for rows in batch.iter_mut() {
-            rows.cache.finish(rows.positions, rows.keep);
+            rows.cache.finish(rows.ends, rows.keep);
         }
         Ok(hidden)
     }
@@ -470,7 +516,7 @@ impl Model {
         Ok(out)
     }
 
-    fn embed(&self, tokens: &[u32]) -> Result<Tensor> {
+    pub(super) fn embed(&self, tokens: &[u32]) -> Result<Tensor> {
         self.embedding.embed(tokens, self.dtype)
     }
 
@@ -493,13 +539,17 @@ impl Model {
                 "token id {id} is outside the vocabulary of {vocab}"
             )));
         }
-        let limit = self.config.max_position_embeddings;
-        if let Some(p) = positions.iter().find(|p| **p as usize >= limit) {
-            return Err(Error::Prompt(format!(
+        self.check_positions(positions)
+    }
+
+    pub(super) fn check_positions(&self, positions: &[u32]) -> Result<()> {
+        let limit = self.limit;
+        match positions.iter().find(|p| **p as usize >= limit) {
+            Some(p) => Err(Error::Prompt(format!(
                 "position {p} is past the model's {limit} positions (max_position_embeddings): shorten the prompt or max-tokens"
-            )));
+            ))),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 
