@@ -143,21 +143,16 @@ impl Kernel for PrepareRow<'_> {
     }
 }
 
-/// Tiles of a head that run together: a row's sums are one chain of additions per lane, and one tile's chains alone leave the
-/// processor waiting.
-const TOGETHER: usize = 2;
-
 /// Puts the first `accepted` rows of the tape into the tiles.
 pub(super) fn replay(d: GatedDeltaDims, tiles: &mut [Tile], tape: &Rows, accepted: usize) {
     let per_head = d.value_dim.div_ceil(LANES);
     for (i, tile) in tiles.iter_mut().enumerate() {
-        vector::run(Run {
-            at: [Place::new(d, i / per_head, i % per_head)],
-            tiles: [&mut tile.0],
-            tape: (tape, accepted),
-            rows: (tape, 0),
-            keep: Keep::Commit,
-            out: [&mut []],
+        vector::run(RunTile {
+            at: Place::new(d, i / per_head, i % per_head),
+            tile: &mut tile.0,
+            rows: tape,
+            count: accepted,
+            out: None,
         });
     }
 }
@@ -174,51 +169,37 @@ pub(super) fn advance(
 ) {
     let per_head = d.value_dim.div_ceil(LANES);
     let count = rows.decay.len() / d.value_heads;
-    let together = if per_head.is_multiple_of(TOGETHER) {
-        TOGETHER
-    } else {
-        1
-    };
-    let run = |(i, (tiles, out)): (usize, (&mut [Tile], &mut [Lanes]))| {
-        let place = |w: usize| {
-            let i = i * together + w;
-            Place::new(d, i / per_head, i % per_head)
+    let run = |(i, (tile, out)): (usize, (&mut Tile, &mut [Lanes]))| {
+        let at = Place::new(d, i / per_head, i % per_head);
+        let pass = |tile: &mut [Lanes], rows: &Rows, count, out| {
+            vector::run(RunTile {
+                at,
+                tile,
+                rows,
+                count,
+                out,
+            })
         };
-        let (tape, rows) = ((tape, accepted), (rows, count));
-        match tiles {
-            [a, b] => {
-                let (first, second) = out.split_at_mut(count);
-                vector::run(Run {
-                    at: [place(0), place(1)],
-                    tiles: [&mut a.0, &mut b.0],
-                    tape,
-                    rows,
-                    keep,
-                    out: [first, second],
-                })
-            }
-            one => one.iter_mut().enumerate().for_each(|(w, tile)| {
-                vector::run(Run {
-                    at: [place(w)],
-                    tiles: [&mut tile.0],
-                    tape,
-                    rows,
-                    keep,
-                    out: [&mut out[w * count..][..count]],
-                })
+        pass(&mut tile.0, tape, accepted, None);
+        match keep {
+            Keep::Commit => pass(&mut tile.0, rows, count, Some(out)),
+            // A single row reads the state and leaves it; more rows need a copy to go on with.
+            Keep::Pending if count == 1 => vector::run(PeekTile {
+                at,
+                tile: &tile.0,
+                rows,
+                out,
             }),
+            Keep::Pending => pass(&mut tile.0.clone(), rows, count, Some(out)),
         }
     };
     // Tile-major, so that each tile writes its own part.
     let mut lanes = vec![[0f32; LANES]; tiles.len() * count];
-    let part = (together * count).max(1);
     if (count + accepted) * tiles.len() * d.key_dim * LANES < PARALLEL {
-        let parts = tiles.chunks_mut(together).zip(lanes.chunks_mut(part));
+        let parts = tiles.iter_mut().zip(lanes.chunks_mut(count));
         parts.enumerate().for_each(run);
     } else {
-        let parts = tiles
-            .par_chunks_mut(together)
-            .zip(lanes.par_chunks_mut(part));
+        let parts = tiles.par_iter_mut().zip(lanes.par_chunks_mut(count));
         parts.enumerate().for_each(run);
     }
     for (i, head) in out.chunks_mut(d.value_dim).enumerate() {
@@ -259,117 +240,116 @@ impl Place {
     }
 }
 
-/// `W` tiles of a head through the accepted rows of a tape and then through rows of a pass.
-struct Run<'a, const W: usize> {
-    at: [Place; W],
-    tiles: [&'a mut [Lanes]; W],
-    tape: (&'a Rows, usize),
-    rows: (&'a Rows, usize),
-    keep: Keep,
-    /// Per tile and row of the pass.
-    out: [&'a mut [Lanes]; W],
+struct RunTile<'a> {
+    at: Place,
+    tile: &'a mut [Lanes],
+    rows: &'a Rows,
+    count: usize,
+    out: Option<&'a mut [Lanes]>,
 }
 
-/// What a head takes of one row.
-struct Row<'a, const W: usize> {
-    q: &'a [f32],
-    k: &'a [f32],
-    decay: f32,
-    /// What the state lacks of the value, per tile.
-    delta: [Lanes; W],
+/// One row's output, from a state that stays as it is; the operations and the order of [`RunTile`].
+struct PeekTile<'a> {
+    at: Place,
+    tile: &'a [Lanes],
+    rows: &'a Rows,
+    out: &'a mut [Lanes],
 }
 
-impl<'a, const W: usize> Row<'a, W> {
+impl Kernel for PeekTile<'_> {
     #[inline(always)]
-    fn new(rows: &'a Rows, at: &[Place; W], r: usize, tiles: [&[Lanes]; W]) -> Self {
-        let head = &at[0];
-        let row = &rows.qkv[r * head.channels..][..head.channels];
-        let gate = r * head.value_heads + head.head;
-        let (q, k) = (
-            &row[head.q..][..head.key_dim],
-            &row[head.k..][..head.key_dim],
-        );
-        let (decay, beta) = (rows.decay[gate], rows.beta[gate]);
-        let tiles = tiles.map(|t| &t[..k.len()]);
-        let mut memory = [[0f32; LANES]; W];
-        for (i, k) in k.iter().enumerate() {
-            for (memory, tile) in memory.iter_mut().zip(&tiles) {
-                for (m, s) in memory.iter_mut().zip(&tile[i]) {
-                    *m = k.mul_add(*s, *m);
-                }
+    fn call(self) {
+        let Row {
+            q,
+            k,
+            decay,
+            mut delta,
+            beta,
+        } = Row::new(self.rows, self.at, 0);
+        correct(self.tile, k, decay, beta, &mut delta);
+        let mut o = [0f32; LANES];
+        for ((s, k), q) in self.tile.iter().zip(k).zip(q) {
+            for j in 0..LANES {
+                o[j] = q.mul_add(k.mul_add(delta[j], s[j] * decay), o[j]);
             }
         }
-        let mut delta = [[0f32; LANES]; W];
-        for ((delta, memory), at) in delta.iter_mut().zip(&memory).zip(at) {
-            delta[..at.lanes].copy_from_slice(&row[at.v..][..at.lanes]);
-            for (d, m) in delta.iter_mut().zip(memory) {
-                *d = (-decay).mul_add(*m, *d) * beta;
-            }
-        }
-        Self { q, k, decay, delta }
+        self.out[0] = o;
     }
 }
 
-/// One step: the state's row `i` of tile `w` is read by `$read`, its successor goes to `$write`, the output is returned.
-macro_rules! step {
-    ($row:expr, |$w:ident, $i:ident| $read:expr, |$next:ident| $write:expr) => {{
-        let row = &$row;
-        let mut o = [[0f32; LANES]; W];
-        for ($i, (k, q)) in row.k.iter().zip(row.q).enumerate() {
-            for $w in 0..W {
-                let state: Lanes = $read;
-                let mut $next = [0f32; LANES];
-                for j in 0..LANES {
-                    $next[j] = k.mul_add(row.delta[$w][j], state[j] * row.decay);
-                    o[$w][j] = q.mul_add($next[j], o[$w][j]);
-                }
-                $write;
-            }
-        }
-        o
-    }};
+/// What a tile takes of one row.
+struct Row<'a> {
+    q: &'a [f32],
+    k: &'a [f32],
+    decay: f32,
+    beta: f32,
+    /// The value's lanes.
+    delta: Lanes,
 }
 
-impl<const W: usize> Kernel for Run<'_, W> {
-    // Indexed loops over constant sizes unroll into registers.
-    #[allow(clippy::needless_range_loop)]
+impl<'a> Row<'a> {
     #[inline(always)]
-    fn call(self) {
-        let Self {
-            at,
-            tiles,
-            keep,
-            mut out,
-            ..
-        } = self;
-        for r in 0..self.tape.1 {
-            let row = Row::new(self.tape.0, &at, r, std::array::from_fn(|w| &*tiles[w]));
-            step!(row, |w, i| tiles[w][i], |next| tiles[w][i] = next);
+    fn new(rows: &'a Rows, at: Place, r: usize) -> Self {
+        let row = &rows.qkv[r * at.channels..][..at.channels];
+        let gate = r * at.value_heads + at.head;
+        let mut delta = [0f32; LANES];
+        delta[..at.lanes].copy_from_slice(&row[at.v..][..at.lanes]);
+        Self {
+            q: &row[at.q..][..at.key_dim],
+            k: &row[at.k..][..at.key_dim],
+            decay: rows.decay[gate],
+            beta: rows.beta[gate],
+            delta,
         }
-        let (rows, count) = self.rows;
-        if keep == Keep::Commit {
-            for r in 0..count {
-                let row = Row::new(rows, &at, r, std::array::from_fn(|w| &*tiles[w]));
-                let o = step!(row, |w, i| tiles[w][i], |next| tiles[w][i] = next);
-                (0..W).for_each(|w| out[w][r] = o[w]);
+    }
+}
+
+/// From the value to what the state lacks of it.
+#[inline(always)]
+fn correct(tile: &[Lanes], k: &[f32], decay: f32, beta: f32, delta: &mut Lanes) {
+    let mut memory = [0f32; LANES];
+    for (s, k) in tile.iter().zip(k) {
+        for j in 0..LANES {
+            memory[j] = k.mul_add(s[j], memory[j]);
+        }
+    }
+    for j in 0..LANES {
+        delta[j] = (-decay).mul_add(memory[j], delta[j]) * beta;
+    }
+}
+
+impl Kernel for RunTile<'_> {
+    #[inline(always)]
+    fn call(mut self) {
+        let at = self.at;
+        for r in 0..self.count {
+            let Row {
+                q,
+                k,
+                decay,
+                mut delta,
+                beta,
+            } = Row::new(self.rows, at, r);
+            correct(self.tile, k, decay, beta, &mut delta);
+            match &mut self.out {
+                None => {
+                    for (s, k) in self.tile.iter_mut().zip(k) {
+                        for j in 0..LANES {
+                            s[j] = k.mul_add(delta[j], s[j] * decay);
+                        }
+                    }
+                }
+                Some(out) => {
+                    let mut o = [0f32; LANES];
+                    for ((s, k), q) in self.tile.iter_mut().zip(k).zip(q) {
+                        for j in 0..LANES {
+                            s[j] = k.mul_add(delta[j], s[j] * decay);
+                            o[j] = q.mul_add(s[j], o[j]);
+                        }
+                    }
+                    out[r] = o;
+                }
             }
-            return;
-        }
-        // Pending rows leave the state alone: the first row's successor goes to a copy, the last one's is not needed.
-        let size = if count > 1 { at[0].key_dim } else { 0 };
-        let mut copy: [Vec<Lanes>; W] = std::array::from_fn(|_| vec![[0.0; LANES]; size]);
-        for r in 0..count {
-            let from: [&[Lanes]; W] = match r {
-                0 => std::array::from_fn(|w| &*tiles[w]),
-                _ => std::array::from_fn(|w| &copy[w][..]),
-            };
-            let row = Row::new(rows, &at, r, from);
-            let o = match (r, r + 1 == count) {
-                (_, true) => step!(row, |w, i| from[w][i], |next| {}),
-                (0, _) => step!(row, |w, i| tiles[w][i], |next| copy[w][i] = next),
-                _ => step!(row, |w, i| copy[w][i], |next| copy[w][i] = next),
-            };
-            (0..W).for_each(|w| out[w][r] = o[w]);
         }
     }
 }
