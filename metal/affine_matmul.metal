@@ -156,6 +156,7 @@ template <ushort BITS, ushort M, ushort R>
   }
 }
 
+// ONLY_BITS leaves out the other widths, so that a model compiles only what it uses.
 #define LANES_OF(BITS) \
   INSTANCE("affine_lanes_b" #BITS "_m1", affine_lanes, BITS, 1, 4) \
   INSTANCE("affine_lanes_b" #BITS "_m2", affine_lanes, BITS, 2, 4) \
@@ -165,9 +166,21 @@ template <ushort BITS, ushort M, ushort R>
   INSTANCE("affine_lanes_b" #BITS "_m6", affine_lanes, BITS, 6, 2) \
   INSTANCE("affine_lanes_b" #BITS "_m7", affine_lanes, BITS, 7, 2) \
   INSTANCE("affine_lanes_b" #BITS "_m8", affine_lanes, BITS, 8, 2)
+#if !defined(ONLY_BITS) || ONLY_BITS == 2
 LANES_OF(2)
+#endif
+#if !defined(ONLY_BITS) || ONLY_BITS == 3
 LANES_OF(3)
+#endif
+#if !defined(ONLY_BITS) || ONLY_BITS == 4
 LANES_OF(4)
+#endif
+#if !defined(ONLY_BITS) || ONLY_BITS == 5
 LANES_OF(5)
+#endif
+#if !defined(ONLY_BITS) || ONLY_BITS == 6
 LANES_OF(6)
+#endif
+#if !defined(ONLY_BITS) || ONLY_BITS == 8
 LANES_OF(8)
+#endif

@@ -185,13 +185,24 @@ template <typename T, ushort BITS, ushort ROWS>  // ROWS: tiles of 8 rows
   }
 }
 
+// ONLY_BITS leaves out the other widths, so that a model compiles only what it uses.
 #define MATRIX_OF(BITS) \
   INSTANCE("affine_matrix_b" #BITS "_r8_f16", affine_matrix, half, BITS, 1) \
   INSTANCE("affine_matrix_b" #BITS "_r16_f16", affine_matrix, half, BITS, 2) \
   IF_BFLOAT(INSTANCE("affine_matrix_b" #BITS "_r8_bf16", affine_matrix, bfloat, BITS, 1) \
             INSTANCE("affine_matrix_b" #BITS "_r16_bf16", affine_matrix, bfloat, BITS, 2))
+#if !defined(ONLY_BITS) || ONLY_BITS == 2
 MATRIX_OF(2)
+#endif
+#if !defined(ONLY_BITS) || ONLY_BITS == 3
 MATRIX_OF(3)
+#endif
+#if !defined(ONLY_BITS) || ONLY_BITS == 4
 MATRIX_OF(4)
+#endif
+#if !defined(ONLY_BITS) || ONLY_BITS == 5
 MATRIX_OF(5)
+#endif
+#if !defined(ONLY_BITS) || ONLY_BITS == 6
 MATRIX_OF(6)
+#endif

@@ -19,12 +19,14 @@ use objc2_metal::{MTLCompileOptions, MTLSize};
 use super::launch::{Argument, Constant, Grid, Launch, Place, Plan};
 use crate::error::{Error, Result};
 
-/// Constants by index and bits.
+/// Device, file and macros.
+type LibraryKey = (DeviceId, &'static str, Vec<(&'static str, usize)>);
+/// Device, file, kernel, and constants by index and bits. A kernel's text does not depend on the macros.
 type Key = (DeviceId, &'static str, String, Vec<(usize, u64)>);
 
 #[derive(Default)]
 struct Cache {
-    libraries: HashMap<(DeviceId, &'static str), Library>,
+    libraries: HashMap<LibraryKey, Library>,
     pipelines: HashMap<Key, ComputePipeline>,
 }
 
@@ -50,7 +52,8 @@ fn pipeline(device: &MetalDevice, launch: &Launch) -> Result<ComputePipeline> {
     if let Some(pipeline) = cache.pipelines.get(&key) {
         return Ok(pipeline.clone());
     }
-    let library = match cache.libraries.get(&(device.id(), file)) {
+    let library_key = (device.id(), file, launch.defines.clone());
+    let library = match cache.libraries.get(&library_key) {
         Some(library) => library.clone(),
         None => {
             let options = MTLCompileOptions::new();
@@ -59,9 +62,9 @@ fn pipeline(device: &MetalDevice, launch: &Launch) -> Result<ComputePipeline> {
             options.setFastMathEnabled(false);
             let library = device
                 .metal_device()
-                .new_library_with_source(&launch.source.text(), Some(&options))
+                .new_library_with_source(&launch.text(), Some(&options))
                 .map_err(metal)?;
-            cache.libraries.insert((device.id(), file), library.clone());
+            cache.libraries.insert(library_key, library.clone());
             library
         }
     };

@@ -15,6 +15,7 @@ pub mod launch;
 #[cfg(feature = "metal")]
 mod metal;
 pub mod moe;
+mod operand;
 pub mod rms_norm;
 pub mod rope;
 pub mod routes;

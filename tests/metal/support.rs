@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
 
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+#[cfg(feature = "metal")]
+use candle_specprefill::ops::launch::run_on_device;
 use candle_specprefill::ops::launch::{Argument, Constant, Grid, Launch, Launcher, Place, Plan};
 use candle_specprefill::ops::Context;
 use candle_specprefill::Result;
@@ -15,8 +17,12 @@ pub use metal_emulator::Mode;
 
 pub const MODES: [Mode; 2] = [Mode::Fast, Mode::Checked];
 
-/// A context that runs launches on the emulator in that mode.
+/// A context that runs launches on the emulator in that mode; with the feature `metal` on a Mac, [`Mode::Fast`] is the real device.
 pub fn emulated(mode: Mode) -> Context {
+    #[cfg(all(feature = "metal", target_vendor = "apple"))]
+    if mode == Mode::Fast {
+        return Context::with_launcher(Arc::new(OnDevice));
+    }
     let seed = AtomicU32::new(1);
     Context::with_launcher(Arc::new(Emulator { mode, seed }))
 }
@@ -37,6 +43,30 @@ pub fn assert_all_emulated(cx: &Context) {
         assert!(route.contains("/metal"), "{route} left the Metal path");
     }
     assert!(!cx.routes().fell_back());
+}
+
+/// Runs plans for CPU tensors on the machine's GPU.
+#[cfg(feature = "metal")]
+#[derive(Debug)]
+pub struct OnDevice;
+
+#[cfg(feature = "metal")]
+impl Launcher for OnDevice {
+    fn run(&self, plan: &Plan, operands: &[&Tensor]) -> Result<Vec<Tensor>> {
+        static DEVICE: std::sync::OnceLock<Device> = std::sync::OnceLock::new();
+        let device = DEVICE.get_or_init(|| Device::new_metal(0).expect("a Metal device"));
+        // Whole storages, so that a plan's offsets hold.
+        let whole = |x: &&Tensor| {
+            let bytes = bytes(x);
+            let count = bytes.len() / x.dtype().size_in_bytes();
+            tensor(&bytes, x.dtype(), &[count])?.to_device(device)
+        };
+        let operands = (operands.iter().map(whole)).collect::<candle_core::Result<Vec<_>>>()?;
+        let operands: Vec<&Tensor> = operands.iter().collect();
+        let outputs = run_on_device(device.as_metal_device()?, plan, &operands)?;
+        let back = outputs.iter().map(|y| y.to_device(&Device::Cpu));
+        Ok(back.collect::<candle_core::Result<Vec<_>>>()?)
+    }
 }
 
 #[derive(Debug)]
@@ -64,7 +94,7 @@ impl Launcher for Emulator {
         let outputs = memory.iter().filter(|m| matches!(m.0, Place::Output(_)));
         let outputs = outputs.zip(&plan.outputs);
         outputs
-            .map(|(m, o)| tensor(&m.1, o.dtype, &o.shape))
+            .map(|(m, o)| Ok(tensor(&m.1, o.dtype, &o.shape)?))
             .collect()
     }
 }
@@ -87,7 +117,12 @@ impl Emulator {
             })
             .collect();
         let constants: Vec<_> = constants.iter().map(|(i, c)| (i.as_str(), *c)).collect();
-        let library = emu::Library::compile(file, &constants).map_err(failed)?;
+        let defines = launch.defines.iter().map(|(n, v)| format!("{n}={v}"));
+        let options = emu::Options {
+            defines: defines.collect(),
+            ..Default::default()
+        };
+        let library = emu::Library::compile_with(file, &constants, &options).map_err(failed)?;
         let mut buffers = vec![];
         for (index, argument) in &launch.arguments {
             if let Argument::Bytes(b) = argument {
@@ -171,7 +206,7 @@ fn bytes(x: &Tensor) -> Vec<u8> {
     }
 }
 
-fn tensor(bytes: &[u8], dtype: DType, shape: &[usize]) -> Result<Tensor> {
+fn tensor(bytes: &[u8], dtype: DType, shape: &[usize]) -> candle_core::Result<Tensor> {
     fn numbers<T: emu::Plain + Default>(bytes: &[u8]) -> Vec<T> {
         let mut v = vec![T::default(); bytes.len() / std::mem::size_of::<T>()];
         emu::bytes_of_mut(&mut v).copy_from_slice(bytes);
@@ -182,6 +217,7 @@ fn tensor(bytes: &[u8], dtype: DType, shape: &[usize]) -> Result<Tensor> {
         DType::BF16 => Tensor::from_vec(numbers::<bf16>(bytes), shape, device)?,
         DType::F16 => Tensor::from_vec(numbers::<f16>(bytes), shape, device)?,
         DType::U32 => Tensor::from_vec(numbers::<u32>(bytes), shape, device)?,
+        DType::I64 => Tensor::from_vec(numbers::<i64>(bytes), shape, device)?,
         DType::F32 => Tensor::from_vec(numbers::<f32>(bytes), shape, device)?,
         other => panic!("{other:?} is no output"),
     })

@@ -108,6 +108,7 @@ fn plan(call: &Product) -> Result<Plan> {
             };
             let name = format!("affine_matrix_b{bits}_r{tiles}_{}", suffix(call.x.dtype));
             let launch = common(Launch::new(&MATRIX, name), call, y, 1, [rows, n, k, top]);
+            let launch = launch.define("ONLY_BITS", bits);
             let launch = launch.constant(2, Constant::U16(group_size as u16));
             let grid = [n.div_ceil(MATRIX_COLUMNS), height, 1];
             plan.launch(launch.threadgroups(grid, [32 * SIMDGROUPS, 1, 1]));
@@ -130,6 +131,7 @@ fn plan(call: &Product) -> Result<Plan> {
     launch = common(launch, call, y, split, [rows, n, k, top]);
     if affine {
         launch = launch
+            .define("ONLY_BITS", bits)
             .constant(2, Constant::U16(group_size as u16))
             .constant(4, Constant::Bool(call.up.is_some()))
             .constant(5, Constant::Bool(call.choices.is_some()));
