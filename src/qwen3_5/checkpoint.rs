@@ -3,7 +3,7 @@
 //! Tensors are read from their place in the file and not through a map: what has been packed leaves no pages behind, and a
 //! file that another process shortens is an error, not a signal.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Component, Path, PathBuf};
@@ -13,6 +13,7 @@ use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use safetensors::tensor::Metadata;
 use safetensors::Dtype;
+use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
 use crate::error::{Error, Result};
 
@@ -292,8 +293,9 @@ fn read_header(path: &Path, file: &mut File) -> Result<(u64, Metadata)> {
     let mut header = vec![0; length as usize];
     file.read_exact(&mut header)
         .map_err(|e| invalid(&e.to_string()))?;
-    let header: Metadata =
-        serde_json::from_slice(&header).map_err(|e| invalid(&format!("header: {e}")))?;
+    let malformed = |e: serde_json::Error| invalid(&format!("header: {e}"));
+    let DistinctNames = serde_json::from_slice(&header).map_err(malformed)?;
+    let header: Metadata = serde_json::from_slice(&header).map_err(malformed)?;
     let (data, expected) = (8 + length, header.data_len() as u64);
     if size - data != expected {
         return Err(invalid(&format!(
@@ -302,6 +304,34 @@ fn read_header(path: &Path, file: &mut File) -> Result<(u64, Metadata)> {
         )));
     }
     Ok((data, header))
+}
+
+/// An object that names nothing twice: of two tensors of one name a map would keep either.
+struct DistinctNames;
+
+impl<'de> Deserialize<'de> for DistinctNames {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(Self)
+    }
+}
+
+impl<'de> Visitor<'de> for DistinctNames {
+    type Value = Self;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self, A::Error> {
+        let mut seen = HashSet::new();
+        while let Some((name, IgnoredAny)) = map.next_entry::<String, _>()? {
+            if seen.contains(&name) {
+                return Err(A::Error::custom(format!("names {name} twice")));
+            }
+            seen.insert(name);
+        }
+        Ok(self)
+    }
 }
 
 /// A run of values in a file.

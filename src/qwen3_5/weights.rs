@@ -134,7 +134,7 @@ impl<'a> Weights<'a> {
             }
             None if !text.tie_word_embeddings => Err(missing(
                 self.checkpoint,
-                HEADS[0],
+                &format!("{}.weight", HEADS[0]),
                 "missing, and tie_word_embeddings is false",
             )),
             _ => Ok(None),
