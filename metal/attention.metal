@@ -160,7 +160,8 @@ template <typename T, uint DIM>
     device float *scores [[buffer(0)]], constant uint &len [[buffer(1)]],
     uint row [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float tops[8], sums[8];
+  threadgroup float tops[8];
+  threadgroup float sums[8];
   device float *own = scores + row * len;
   float top = -INFINITY, sum = 0.0f;
   for (uint s = tid; s < len; s += 256) top = larger(top, own[s]);
@@ -256,8 +257,10 @@ template <typename T, uint DIM, uint SIMDS, uint BLOCK>
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint j = 0; j < BLOCK / 8; j++) {
       for (uint d = 0; d < DIM / 8; d++) {
-        simdgroup_matrix<T, 8, 8> b;
-        simdgroup_load(b, block + j * 8 * ROW + d * 8, ROW);
+        simdgroup_matrix<T, 8, 8> own;
+        simdgroup_matrix<float, 8, 8> b;
+        simdgroup_load(own, block + j * 8 * ROW + d * 8, ROW);
+        b.thread_elements() = float2(float(own.thread_elements()[0]), float(own.thread_elements()[1]));
         simdgroup_multiply_accumulate(out[d], scores[j], b, out[d]);
       }
     }

@@ -21,6 +21,8 @@ pub mod rope;
 pub mod routes;
 mod vector;
 
+pub(crate) use launch::wanted as on_launches;
+
 pub use affine_matmul::{gate_up_silu, matmul, matmul_grouped};
 pub use attention::attention;
 pub use context::Context;

@@ -29,6 +29,11 @@ impl Mlp {
         })
     }
 
+    /// Gate, up and down.
+    pub(crate) fn weights(&self) -> [&Weight; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
+
     pub(crate) fn size_bytes(&self) -> usize {
         let weights = [&self.gate, &self.up, &self.down];
         weights.iter().map(|w| w.size_bytes()).sum()

@@ -3,6 +3,8 @@
 //! Source: Qwen3.5's model code in transformers. Router probabilities are f32 and renormalised over the chosen experts; the
 //! experts' outputs are summed in f32, best expert first, then the shared one's, and rounded once.
 
+use std::sync::OnceLock;
+
 use candle_core::Tensor;
 
 use crate::error::Result;
@@ -16,17 +18,74 @@ use super::scope::Scope;
 pub(crate) struct Moe {
     router: Weight,
     experts: Vec<Mlp>,
+    /// The experts' weights stacked, for the device; `None` inside if their formats differ.
+    stacked: OnceLock<Option<Stacked>>,
     shared: Mlp,
     shared_gate: Weight,
     top: usize,
 }
 
+/// Rows up to which a pass reads the stacked experts in three launches, without asking which were chosen. With more rows it
+/// would read an expert often, and each expert runs once on all its rows instead. The split of the decode path: see `attention`.
+const DECODE_ROWS: usize = 16;
+
+struct Stacked {
+    gate: Weight,
+    up: Weight,
+    down: Weight,
+}
+
+impl Stacked {
+    /// The stacks, and the experts as parts of them.
+    fn new(experts: &[Mlp]) -> Result<Option<(Self, Vec<Mlp>)>> {
+        let stack = |i: usize| {
+            let parts: Vec<_> = experts.iter().map(|e| e.weights()[i]).collect();
+            Weight::stack(&parts)
+        };
+        let (Some(gate), Some(up), Some(down)) = (stack(0)?, stack(1)?, stack(2)?) else {
+            return Ok(None);
+        };
+        let parts = gate.1.into_iter().zip(up.1).zip(down.1);
+        let parts = parts.map(|((g, u), d)| Mlp::new(g, u, d)).collect();
+        let all = Self {
+            gate: gate.0,
+            up: up.0,
+            down: down.0,
+        };
+        Ok(Some((all, parts)))
+    }
+
+    /// The chosen experts' outputs `[rows, top, hidden]`.
+    fn forward(&self, cx: &Context, x: &Tensor, chosen: &Tensor, experts: usize) -> Result<Tensor> {
+        let (rows, top) = chosen.dims2()?;
+        let product = |x: &Tensor, w: &Weight, chosen: &Tensor| {
+            ops::affine_matmul::matmul_experts(cx, x, w, chosen, w.n() / experts)
+        };
+        let gate = product(x, &self.gate, chosen)?;
+        let inner = ops::silu_gate(cx, &product(x, &self.up, chosen)?, &gate)?;
+        // Every choice is a row of its own now.
+        let chosen = chosen.reshape((rows * top, 1))?;
+        let out = product(&inner.flatten_to(1)?, &self.down, &chosen)?;
+        Ok(out.reshape((rows, top, out.dim(2)?))?)
+    }
+}
+
 impl Moe {
     pub(crate) fn load(scope: &Scope, hidden: usize, config: &MoeConfig) -> Result<Self> {
         let shared = config.shared_expert_intermediate_size;
+        let mut experts = experts(scope, hidden, config)?;
+        let stacked = OnceLock::new();
+        if scope.device.is_metal() {
+            let all = Stacked::new(&experts)?.map(|(all, parts)| {
+                experts = parts;
+                all
+            });
+            let _ = stacked.set(all);
+        }
         Ok(Self {
             router: scope.linear("gate", config.num_experts, hidden)?,
-            experts: experts(scope, hidden, config)?,
+            experts,
+            stacked,
             shared: Mlp::load(&scope.pp("shared_expert"), hidden, shared)?,
             shared_gate: scope.linear("shared_expert_gate", 1, hidden)?,
             top: config.num_experts_per_tok,
@@ -44,11 +103,26 @@ impl Moe {
         self.experts.first().map_or(0, Mlp::size_bytes)
     }
 
+    fn stacked(&self) -> Result<Option<&Stacked>> {
+        if let Some(stacked) = self.stacked.get() {
+            return Ok(stacked.as_ref());
+        }
+        let stacked = Stacked::new(&self.experts)?.map(|(all, _)| all);
+        Ok(self.stacked.get_or_init(|| stacked).as_ref())
+    }
+
     /// `x` is `[rows, hidden]`.
     pub(crate) fn forward(&self, cx: &Context, x: &Tensor) -> Result<Tensor> {
         let (rows, hidden) = x.dims2()?;
         let logits = ops::matmul_grouped(cx, x, &[&self.router, &self.shared_gate])?;
         let (chosen, shares) = moe::route(cx, &logits[0], self.top)?;
+        if rows <= DECODE_ROWS && ops::on_launches(cx, x) {
+            if let Some(stacked) = self.stacked()? {
+                let outs = stacked.forward(cx, x, &chosen, self.experts.len())?;
+                let shared = self.shared.forward(cx, x)?;
+                return moe::combine(cx, &outs, &shares, &shared, &logits[1]);
+            }
+        }
 
         // A slot is a row's choice of an expert; an expert runs once, on all rows that chose it.
         let mut slots = vec![vec![]; self.experts.len()];

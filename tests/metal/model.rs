@@ -50,11 +50,17 @@ fn prefilled(model: &Model, cx: &Context, prompt: &[u32]) -> (Cache, Tensor) {
     (cache, last)
 }
 
-/// Logits `[1 + tokens][vocab]` of the prompt's last row and of the tokens after it, eight a pass.
-fn logits(model: &Model, cx: &Context, start: (Cache, Tensor), tokens: &[u32]) -> Vec<Vec<f32>> {
+/// Logits `[1 + tokens][vocab]` of the prompt's last row and of the tokens after it, `step` a pass.
+fn logits(
+    model: &Model,
+    cx: &Context,
+    start: (Cache, Tensor),
+    tokens: &[u32],
+    step: usize,
+) -> Vec<Vec<f32>> {
     let (mut cache, last) = start;
     let mut hidden = vec![last];
-    for tokens in tokens.chunks(8) {
+    for tokens in tokens.chunks(step) {
         let first = cache.next_position();
         let positions: Vec<u32> = (first..).take(tokens.len()).collect();
         let rows = Rows {
@@ -144,8 +150,14 @@ fn the_target_prefills_and_speculates_on_launches_alone() {
 
     // The same text on both paths.
     let cpu = Context::default();
-    let want = logits(&model, &cpu, prefilled(&model, &cpu, &prompt), &spec.tokens);
-    let got = logits(&model, &gpu, (cache, last), &spec.tokens);
+    let want = logits(
+        &model,
+        &cpu,
+        prefilled(&model, &cpu, &prompt),
+        &spec.tokens,
+        8,
+    );
+    let got = logits(&model, &gpu, (cache, last), &spec.tokens, 8);
     let (mut worst, mut sum, mut differing) = (0f32, 0f64, 0);
     for (r, (w, g)) in want.iter().zip(&got).enumerate() {
         let each = w.iter().zip(g).map(|(w, g)| (w - g).abs());
@@ -196,16 +208,23 @@ fn small_models_with_and_without_experts_run_on_launches_alone() {
             assert_eq!(spec.tokens, plain.tokens, "{name}");
             assert_eq!(spec.contents, plain.contents, "{name}");
         }
-        let got = logits(&model, &gpu, (cache, last), &plain.tokens);
+        let alone = (cache.fork().unwrap(), last.clone());
+        let alone = logits(&model, &gpu, alone, &plain.tokens, 1);
+        let got = logits(&model, &gpu, (cache, last), &plain.tokens, 8);
+        assert!(alone == got, "{name}: rows depend on their company");
         let want = logits(
             &model,
             &cpu,
             prefilled(&model, &cpu, &prompt),
             &plain.tokens,
+            8,
         );
         let pairs = got.iter().flatten().zip(want.iter().flatten());
         let worst = pairs.map(|(g, w)| (g - w).abs()).fold(0f32, f32::max);
         println!("{name}: logits at most {worst:.1e} apart");
+        let routes = gpu.routes().snapshot();
+        let stacked = "affine_matmul/experts/metal_lanes/f32";
+        assert_eq!(routes.contains_key(stacked), name.contains("moe_q4"));
         assert!(worst < 1e-4, "{name}: {worst}");
         assert_on_launches(&gpu);
     }

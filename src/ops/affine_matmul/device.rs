@@ -42,6 +42,55 @@ impl OnDevice {
         })
     }
 
+    /// Affine weights of one shape and format, one below the other; `None` for others: the kernel of stacked experts takes no plain
+    /// weights, and parts must start at multiples of 16 bytes.
+    pub(super) fn stack(parts: &[&Self]) -> Result<Option<Self>> {
+        let Some(Self::Affine { format, .. }) = parts.first() else {
+            return Ok(None);
+        };
+        let alike = |a: &Tensor, b: &Tensor| {
+            let bytes = a.elem_count() * a.dtype().size_in_bytes();
+            a.dtype() == b.dtype() && a.dims() == b.dims() && bytes.is_multiple_of(16)
+        };
+        let first = parts[0].tensors();
+        let fits = |part: &&Self| {
+            let mut pairs = first.iter().zip(part.tensors());
+            part.format() == Some(*format) && pairs.all(|(a, b)| alike(a, b))
+        };
+        if !parts.iter().all(fits) {
+            return Ok(None);
+        }
+        let all = |i: usize| {
+            let each: Vec<_> = parts.iter().map(|p| p.tensors()[i]).collect();
+            Tensor::cat(&each, 0)
+        };
+        Ok(Some(Self::Affine {
+            codes: all(0)?,
+            scales: all(1)?,
+            biases: all(2)?,
+            format: *format,
+        }))
+    }
+
+    /// Rows `first..first + n`, which share this weight's memory.
+    pub(super) fn narrow(&self, first: usize, n: usize) -> Result<Self> {
+        let part = |t: &Tensor| t.narrow(0, first, n);
+        Ok(match self {
+            Self::Affine {
+                codes,
+                scales,
+                biases,
+                format,
+            } => Self::Affine {
+                codes: part(codes)?,
+                scales: part(scales)?,
+                biases: part(biases)?,
+                format: *format,
+            },
+            Self::Dense(w) => Self::Dense(part(w)?),
+        })
+    }
+
     pub(super) fn dense(weight: &Tensor, device: &Device) -> Result<Self> {
         let weight = weight.contiguous()?.to_device(device)?;
         Ok(Self::Dense(weight.force_contiguous()?))

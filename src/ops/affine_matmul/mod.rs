@@ -150,6 +150,26 @@ impl Weight {
         })
     }
 
+    /// Affine weights of one shape and format as one, each below the one before, for [`matmul_experts`], and the same weights as
+    /// parts of it. `None` if they are others.
+    pub(crate) fn stack(parts: &[&Self]) -> Result<Option<(Self, Vec<Self>)>> {
+        let stored: Result<Vec<_>> = parts.iter().map(|w| w.on_device()).collect();
+        let (Some(first), Some(all)) = (parts.first(), OnDevice::stack(&stored?)?) else {
+            return Ok(None);
+        };
+        let on = |n, weight| Self {
+            n,
+            k: first.k,
+            format: first.format,
+            storage: Storage::Device(weight),
+            unpacked: Arc::default(),
+        };
+        let n = first.n;
+        let views = (0..parts.len()).map(|i| Ok(on(n, all.narrow(i * n, n)?)));
+        let views = views.collect::<Result<Vec<_>>>()?;
+        Ok(Some((on(n * parts.len(), all), views)))
+    }
+
     /// Rows of the weight as embeddings `[ids.len(), k]` of `dtype`. An id past the last row is an error.
     pub fn embed(&self, ids: &[u32], dtype: DType) -> Result<Tensor> {
         if let Some(id) = ids.iter().find(|id| **id as usize >= self.n) {
@@ -428,9 +448,10 @@ pub fn matmul_experts(
     check::shape(OP, "x", x, &[None, Some(stacked.k)])?;
     check::dtype(OP, "choices", choices, DType::U32)?;
     check::shape(OP, "choices", choices, &[Some(x.dim(0)?), None])?;
-    if n == 0 || !stacked.n.is_multiple_of(n) || !launch::wanted(cx, x) {
+    let affine = stacked.format.is_some();
+    if n == 0 || !stacked.n.is_multiple_of(n) || !launch::wanted(cx, x) || !affine {
         let what = format!(
-            "{} stacked rows in experts of {n}, on {:?}",
+            "{} stacked rows (affine: {affine}) in experts of {n}, on {:?}; experts must be affine and on the device",
             stacked.n,
             x.device()
         );
