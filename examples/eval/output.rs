@@ -174,6 +174,19 @@ impl Results {
                 100.0 * d.same_top
             );
         }
+        out.push_str("\n\nProbability that the target gives to the draft's first token, by whether the answer was right\n\n| answer | n | least | tenth | median | nine tenths | most |\n|---|---|---|---|---|---|---|");
+        for (name, right) in [("right", true), ("wrong", false)] {
+            let cases = self.cases.iter().filter(|c| c.kind != Kind::Quote);
+            let cases = cases.filter(|c| (c.score == 1.0) == right);
+            let mut found: Vec<f64> = cases.filter_map(|c| c.agreement).collect();
+            found.sort_by(f64::total_cmp);
+            let last = found.len().saturating_sub(1) as f64;
+            let at = |q: f64| found.get((last * q) as usize).copied().unwrap_or(f64::NAN);
+            let _ = write!(out, "\n| {name} | {} |", found.len());
+            for q in [0.0, 0.1, 0.5, 0.9, 1.0] {
+                let _ = write!(out, " {:.3} |", at(q));
+            }
+        }
         let _ = write!(
             out,
             "\n\n{} answers in {:.0} s\n",
