@@ -1,5 +1,6 @@
 //! Loading a target with its draft.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -9,7 +10,10 @@ use super::generation::{self, Generation};
 use super::prefix::PrefixStore;
 use super::reading::Reading;
 use super::spans::{self, RenderedPrompt, Selected};
-use super::{ChatTemplate, GenerateOptions, GenerationConfig, Message, Prompt, TextTokenizer};
+use super::{
+    ChatTemplate, GenerateOptions, GenerationConfig, Message, Prompt, TemplateOptions,
+    TextTokenizer,
+};
 use crate::mtp::{check_head, Controller};
 use crate::ops::Context;
 use crate::qwen3_5::{LoadOptions, Model};
@@ -258,18 +262,44 @@ impl SpecPrefillPipeline {
 
     /// The tokens of a conversation, and what each of them is.
     pub fn render(&self, messages: &[Message]) -> Result<RenderedPrompt> {
+        self.render_with(messages, &TemplateOptions::default())
+    }
+
+    /// [`SpecPrefillPipeline::render`] with tools, thinking and other variables of the template.
+    pub fn render_with(
+        &self,
+        messages: &[Message],
+        options: &TemplateOptions,
+    ) -> Result<RenderedPrompt> {
         if messages
             .iter()
             .all(|message| message.content.trim().is_empty())
         {
             return Err(Error::Prompt("empty; write a question".into()));
         }
-        let template = &self.parts.template;
-        let text = template.render(messages)?;
-        let (tokens, offsets) = self.parts.tokenizer.encode_with_offsets(&text)?;
-        let bytes = spans::byte_spans(template, messages, &text)?;
-        let encode = |text: &str| self.parts.tokenizer.encode(text);
-        let fixed = match template.static_renderings(messages)? {
+        let (template, tokenizer) = (&self.parts.template, &self.parts.tokenizer);
+        let text = template.render_with(messages, options)?;
+        let contents = spans::locate(template, messages, options, &text);
+        let special = match options.special_tokens {
+            true => None,
+            false => messages
+                .iter()
+                .find_map(|m| tokenizer.special_in(&m.content)),
+        };
+        let (tokens, offsets) = match (&contents, special) {
+            (_, None) => tokenizer.encode_with_offsets(&text)?,
+            (Some(contents), Some(_)) if self.told(messages, &text, contents) => {
+                tokenizer.encode_prompt(&text, contents)?
+            }
+            (_, Some(token)) => {
+                return Err(Error::Prompt(format!(
+                    "a message contains the special token {token:?}, and this template does not show where that message begins and ends: remove it, or set TemplateOptions::special_tokens"
+                )))
+            }
+        };
+        let bytes = spans::byte_spans(messages, &text, contents);
+        let encode = |text: &str| tokenizer.encode(text);
+        let fixed = match template.static_renderings(messages, options)? {
             None => 0,
             Some([a, b]) => {
                 let (a, b) = (encode(&a)?, encode(&b)?);
@@ -285,6 +315,15 @@ impl SpecPrefillPipeline {
         })
     }
 
+    /// Whether every message with a special token in its text stands unchanged where it was found: of one that the template
+    /// changed, the end is a guess that such a token could mislead.
+    fn told(&self, messages: &[Message], text: &str, contents: &[Range<usize>]) -> bool {
+        messages.iter().zip(contents).all(|(message, range)| {
+            text[range.clone()].trim() == message.content.trim()
+                || self.parts.tokenizer.special_in(&message.content).is_none()
+        })
+    }
+
     /// The tokens of a conversation, and how many of them at the start no user turn can change (the system block).
     pub fn tokenize(&self, messages: &[Message]) -> Result<(Vec<u32>, usize)> {
         let prompt = self.render(messages)?;
@@ -294,7 +333,7 @@ impl SpecPrefillPipeline {
     /// What SpecPrefill would keep of a prompt, without an answer.
     pub fn select(&self, prompt: impl Into<Prompt>, options: &GenerateOptions) -> Result<Selected> {
         options.validate()?;
-        let prompt = self.prompt(prompt.into())?;
+        let prompt = self.prompt(prompt.into(), options)?;
         let reading = Reading {
             parts: &self.parts,
             prompt: &prompt,
@@ -310,9 +349,9 @@ impl SpecPrefillPipeline {
         })
     }
 
-    fn prompt(&self, prompt: Prompt) -> Result<RenderedPrompt> {
+    fn prompt(&self, prompt: Prompt, options: &GenerateOptions) -> Result<RenderedPrompt> {
         let prompt = match prompt {
-            Prompt::Messages(messages) => self.render(&messages)?,
+            Prompt::Messages(messages) => self.render_with(&messages, &options.template)?,
             Prompt::Tokens(tokens) => RenderedPrompt {
                 tokens,
                 ..Default::default()
@@ -348,7 +387,7 @@ impl SpecPrefillPipeline {
     ) -> Result<Generation> {
         let start = std::time::Instant::now();
         options.validate()?;
-        let prompt = self.prompt(prompt.into())?;
+        let prompt = self.prompt(prompt.into(), options)?;
         generation::start(self.parts.clone(), prompt, options.clone(), start)
     }
 }

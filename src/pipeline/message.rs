@@ -14,6 +14,10 @@ pub struct Message {
     /// Parts of `content`, as byte ranges, that SpecPrefill may never drop.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub keep: Vec<Range<usize>>,
+    /// What else the template knows of a message: `tool_calls`, `reasoning_content`, `name`. Maps keep their order.
+    #[cfg(feature = "chat")]
+    #[serde(flatten)]
+    pub extra: std::collections::BTreeMap<String, super::TemplateValue>,
 }
 
 impl Message {
@@ -23,7 +27,21 @@ impl Message {
             role: role.into(),
             content: content.into(),
             keep: Vec::new(),
+            #[cfg(feature = "chat")]
+            extra: Default::default(),
         }
+    }
+
+    /// The result of a tool call, for the template's role `tool`.
+    pub fn tool(content: impl Into<String>) -> Self {
+        Self::new("tool", content)
+    }
+
+    /// Adds a field for the template, such as `tool_calls`.
+    #[cfg(feature = "chat")]
+    pub fn with(mut self, name: impl Into<String>, value: impl Into<super::TemplateValue>) -> Self {
+        self.extra.insert(name.into(), value.into());
+        self
     }
 
     /// Marks every occurrence of `text` in the message as never to be dropped.

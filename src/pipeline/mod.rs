@@ -16,6 +16,8 @@ mod generation_config;
 #[cfg(feature = "chat")]
 mod json;
 #[cfg(feature = "chat")]
+mod json_filter;
+#[cfg(feature = "chat")]
 mod prefix;
 #[cfg(feature = "chat")]
 mod reading;
@@ -40,6 +42,6 @@ pub use generation_config::GenerationConfig;
 #[cfg(feature = "chat")]
 pub use spans::{RenderedPrompt, Selected};
 #[cfg(feature = "chat")]
-pub use template::ChatTemplate;
+pub use template::{ChatTemplate, TemplateOptions, TemplateValue};
 #[cfg(feature = "chat")]
 pub use tokenizer::{Offsets, StreamDecoder, TextTokenizer};

@@ -27,6 +27,9 @@ pub struct GenerateOptions {
     pub processor: Option<LogitsProcessor>,
     /// Texts that end the answer (they are not part of it).
     pub stop: Vec<String>,
+    /// Tools, thinking and other variables of the chat template.
+    #[cfg(feature = "chat")]
+    pub template: super::TemplateOptions,
 }
 
 impl Default for GenerateOptions {
@@ -41,6 +44,8 @@ impl Default for GenerateOptions {
             copy: true,
             processor: None,
             stop: Vec::new(),
+            #[cfg(feature = "chat")]
+            template: Default::default(),
         }
     }
 }

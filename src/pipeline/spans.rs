@@ -2,9 +2,8 @@
 
 use std::ops::Range;
 
-use super::{ChatTemplate, Message, Offsets, SpecPrefillUsage};
+use super::{ChatTemplate, Message, Offsets, SpecPrefillUsage, TemplateOptions};
 use crate::specprefill::{Report, Role, Selection, Span};
-use crate::Result;
 
 /// A conversation as tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -25,13 +24,13 @@ pub struct RenderedPrompt {
 /// The role of every byte range of `text`, the rendering of `messages`; in order, gapless. Parts that callers marked come as
 /// spans of their own after the rest.
 pub(super) fn byte_spans(
-    template: &ChatTemplate,
     messages: &[Message],
     text: &str,
-) -> Result<Vec<(Role, Range<usize>)>> {
-    let Some(contents) = locate(template, messages, text) else {
+    contents: Option<Vec<Range<usize>>>,
+) -> Vec<(Role, Range<usize>)> {
+    let Some(contents) = contents else {
         tracing::debug!("the template's own text cannot be told from the messages'");
-        return Ok(vec![(Role::Text, 0..text.len())]);
+        return vec![(Role::Text, 0..text.len())];
     };
     let last_user = messages.iter().rposition(|m| m.role == "user");
     let (mut spans, mut marked, mut end) = (vec![], vec![], 0);
@@ -57,17 +56,25 @@ pub(super) fn byte_spans(
     spans.push((Role::Template, end..text.len()));
     spans.extend(marked);
     spans.retain(|(_, range)| !range.is_empty());
-    Ok(spans)
+    spans
 }
 
 /// Where each message's content stands in `text`: between the template's own pieces, which a rendering of placeholders
 /// shows. `None` when the template does not treat contents as plain text.
-fn locate(template: &ChatTemplate, messages: &[Message], text: &str) -> Option<Vec<Range<usize>>> {
+pub(super) fn locate(
+    template: &ChatTemplate,
+    messages: &[Message],
+    options: &TemplateOptions,
+    text: &str,
+) -> Option<Vec<Range<usize>>> {
     // Private-use characters, which no prompt's template contains.
     let placeholder = |i: usize| format!("\u{F0000}{i}\u{F0001}");
-    let stand_in = |(i, m): (usize, &Message)| Message::new(&*m.role, placeholder(i));
+    let stand_in = |(i, m): (usize, &Message)| Message {
+        content: placeholder(i),
+        ..m.clone()
+    };
     let stand_ins: Vec<Message> = messages.iter().enumerate().map(stand_in).collect();
-    let skeleton = template.render(&stand_ins).ok()?;
+    let skeleton = template.render_with(&stand_ins, options).ok()?;
     let mut pieces = vec![];
     let mut rest = skeleton.as_str();
     for i in 0..messages.len() {

@@ -1,17 +1,33 @@
 //! Chat templates: Jinja as Hugging Face's tools render it.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Value as Jinja;
-use minijinja::{context, Environment, ErrorKind};
+pub use minijinja::value::Value as TemplateValue;
+use minijinja::{Environment, ErrorKind};
 use serde_json::Value;
 
 use super::json::{parse_optional, read_optional};
+use super::json_filter::to_json;
 use super::Message;
 use crate::{Error, Result};
 
 const NAME: &str = "chat";
+
+/// What a chat template is given beside the messages.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct TemplateOptions {
+    /// Definitions of tools, as the template expects them (OpenAI's schema for Qwen). Parse them from JSON text with
+    /// `serde_json::from_str`, which keeps the order of their fields.
+    pub tools: Vec<TemplateValue>,
+    /// Whether the model thinks before it answers; the template's own default if `None`.
+    pub enable_thinking: Option<bool>,
+    /// Whether special tokens written in messages count as such. Off, a user cannot end a turn by writing `<|im_end|>`.
+    pub special_tokens: bool,
+    /// Further variables.
+    pub variables: BTreeMap<String, TemplateValue>,
+}
 
 /// A model's chat template.
 #[derive(Debug)]
@@ -57,6 +73,7 @@ impl ChatTemplate {
         environment.add_function("raise_exception", |message: String| {
             Err::<String, _>(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
+        environment.add_filter("tojson", to_json);
         environment
             .add_template_owned(NAME, source.into())
             .map_err(template_error)?;
@@ -74,30 +91,65 @@ impl ChatTemplate {
 
     /// Renders a conversation, ready for the assistant's answer.
     pub fn render(&self, messages: &[Message]) -> Result<String> {
-        let messages: Jinja = messages
+        self.render_with(messages, &TemplateOptions::default())
+    }
+
+    /// [`ChatTemplate::render`] with tools, thinking and other variables.
+    pub fn render_with(&self, messages: &[Message], options: &TemplateOptions) -> Result<String> {
+        let message = |message: &Message| {
+            let own = [
+                ("role".to_string(), TemplateValue::from(&*message.role)),
+                (
+                    "content".to_string(),
+                    TemplateValue::from(&*message.content),
+                ),
+            ];
+            let extra = message.extra.iter().map(|(k, v)| (k.clone(), v.clone()));
+            TemplateValue::from_pairs(own.into_iter().chain(extra))
+        };
+        let messages: Vec<TemplateValue> = messages.iter().map(message).collect();
+        let tools = match options.tools.is_empty() {
+            true => TemplateValue::from(()),
+            false => TemplateValue::from(options.tools.clone()),
+        };
+        let own = [
+            ("messages", Some(TemplateValue::from(messages))),
+            ("tools", Some(tools)),
+            ("add_generation_prompt", Some(TemplateValue::from(true))),
+            (
+                "bos_token",
+                Some(TemplateValue::from(self.bos_token.clone())),
+            ),
+            (
+                "eos_token",
+                Some(TemplateValue::from(self.eos_token.clone())),
+            ),
+            (
+                "enable_thinking",
+                options.enable_thinking.map(TemplateValue::from),
+            ),
+        ];
+        let own = own
+            .into_iter()
+            .filter_map(|(name, value)| Some((name.to_string(), value?)));
+        let variables = options
+            .variables
             .iter()
-            .map(|message| {
-                let (role, content) = (message.role.as_str(), message.content.as_str());
-                context! { role, content }
-            })
-            .collect::<Vec<Jinja>>()
-            .into();
+            .map(|(k, v)| (k.clone(), v.clone()));
+        let variables = TemplateValue::from_pairs(own.chain(variables));
         self.environment
             .get_template(NAME)
-            .and_then(|template| {
-                template.render(context! {
-                    messages => messages.clone(),
-                    add_generation_prompt => true,
-                    bos_token => self.bos_token.as_deref(),
-                    eos_token => self.eos_token.as_deref(),
-                })
-            })
+            .and_then(|template| template.render(variables))
             .map_err(template_error)
     }
 
-    /// Two renderings that share exactly the leading system and developer messages, or `None` if there are no such
-    /// messages or no others. What the prompt has in common with both is the part that no user turn can change.
-    pub fn static_renderings(&self, messages: &[Message]) -> Result<Option<[String; 2]>> {
+    /// Two renderings that share exactly the leading system and developer messages (and the tools), or `None` if there are
+    /// no such messages or no others. What the prompt has in common with both is the part that no user turn can change.
+    pub fn static_renderings(
+        &self,
+        messages: &[Message],
+        options: &TemplateOptions,
+    ) -> Result<Option<[String; 2]>> {
         let leading = messages
             .iter()
             .take_while(|message| matches!(message.role.as_str(), "system" | "developer"))
@@ -108,7 +160,7 @@ impl ChatTemplate {
         let render = |text: &str| {
             let mut probe = messages[..leading].to_vec();
             probe.push(Message::user(text));
-            self.render(&probe)
+            self.render_with(&probe, options)
         };
         Ok(Some([render("alpha")?, render("0 omega")?]))
     }

@@ -1,7 +1,9 @@
 //! Text to tokens, and tokens to text as they arrive.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::path::Path;
+use std::sync::{Arc, OnceLock};
 
 use tokenizers::Tokenizer;
 
@@ -14,6 +16,9 @@ pub type Offsets = Vec<(usize, usize)>;
 #[derive(Clone)]
 pub struct TextTokenizer {
     tokenizer: Tokenizer,
+    special: HashSet<u32>,
+    /// The same without special tokens, made when a text needs it.
+    plain: Arc<OnceLock<Tokenizer>>,
 }
 
 impl TextTokenizer {
@@ -28,7 +33,13 @@ impl TextTokenizer {
         }
         let tokenizer = Tokenizer::from_file(&file)
             .map_err(|error| Error::Tokenizer(format!("{}: {error}", file.display())))?;
-        Ok(Self { tokenizer })
+        let added = tokenizer.get_added_tokens_decoder();
+        let special = added.iter().filter(|(_, token)| token.special);
+        Ok(Self {
+            special: special.map(|(id, _)| *id).collect(),
+            tokenizer,
+            plain: Arc::default(),
+        })
     }
 
     /// The tokens of a text. Nothing is added; special tokens written in the text are taken as such.
@@ -44,6 +55,54 @@ impl TextTokenizer {
         let encoding = self.tokenizer.encode(text, false);
         let encoding = encoding.map_err(|error| Error::Tokenizer(error.to_string()))?;
         Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
+    }
+
+    /// [`TextTokenizer::encode_with_offsets`] of a rendered prompt: what looks like a special token within `contents` (byte
+    /// ranges: what users wrote) is plain text.
+    pub fn encode_prompt(
+        &self,
+        text: &str,
+        contents: &[Range<usize>],
+    ) -> Result<(Vec<u32>, Offsets)> {
+        let (ids, offsets) = self.encode_with_offsets(text)?;
+        let own = |(start, end): (usize, usize)| {
+            contents.iter().all(|c| end <= c.start || c.end <= start)
+        };
+        let special = ids.iter().copied().zip(offsets.iter().copied());
+        let special: Vec<_> = special
+            .filter(|(id, _)| self.special.contains(id))
+            .collect();
+        if special.iter().all(|(_, at)| own(*at)) {
+            return Ok((ids, offsets));
+        }
+        // The tokenizer cuts a text at special tokens before all else, so pieces between the template's own give what the
+        // whole would.
+        let plain = self.plain.get_or_init(|| {
+            let mut plain = self.tokenizer.clone();
+            plain.set_encode_special_tokens(true);
+            plain
+        });
+        let (mut ids, mut offsets, mut from) = (vec![], vec![], 0);
+        let end = (None, (text.len(), text.len()));
+        let cuts = special.into_iter().filter(|(_, at)| own(*at));
+        for (id, at) in cuts.map(|(id, at)| (Some(id), at)).chain([end]) {
+            let piece = text.get(from..at.0).unwrap_or_default();
+            let encoding = plain.encode(piece, false);
+            let encoding = encoding.map_err(|error| Error::Tokenizer(error.to_string()))?;
+            ids.extend(encoding.get_ids());
+            let shifted = encoding.get_offsets().iter();
+            offsets.extend(shifted.map(|(a, b)| (a + from, b + from)));
+            ids.extend(id);
+            offsets.extend(id.map(|_| at));
+            from = at.1;
+        }
+        Ok((ids, offsets))
+    }
+
+    /// A special token that a text contains as text.
+    pub(super) fn special_in(&self, text: &str) -> Option<String> {
+        let token = |id: &u32| self.tokenizer.id_to_token(*id);
+        (self.special.iter().filter_map(token)).find(|t| !t.is_empty() && text.contains(t.as_str()))
     }
 
     /// The text of tokens, without special tokens. Incomplete characters become U+FFFD.
