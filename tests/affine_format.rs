@@ -132,3 +132,25 @@ fn constant_groups_and_malformed_input() {
     assert!(matches!(quantize(&ids, format), Err(Error::DType { .. })));
     assert!(AffineFormat::new(7, 64).is_err() && AffineFormat::new(4, 48).is_err());
 }
+
+#[test]
+fn parts_that_do_not_fit_are_refused() {
+    let format = AffineFormat::new(4, 64).unwrap();
+    let floats = |shape: (usize, usize)| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+    let codes = |shape: (usize, usize)| Tensor::zeros(shape, DType::U32, &Device::Cpu).unwrap();
+    let fits = dequantize(&codes((2, 16)), &floats((2, 2)), &floats((2, 2)), format);
+    assert_eq!(fits.unwrap().dims(), [2, 128]);
+    for (words, biases) in [((2, 15), (2, 2)), ((1, 16), (2, 2)), ((2, 16), (2, 1))] {
+        let got = dequantize(&codes(words), &floats((2, 2)), &floats(biases), format);
+        assert!(
+            matches!(got, Err(Error::Shape { .. })),
+            "{words:?} {biases:?}"
+        );
+    }
+    let odd = AffineFormat {
+        bits: 77,
+        group_size: 0,
+    };
+    assert!(dequantize(&codes((2, 16)), &floats((2, 2)), &floats((2, 2)), odd).is_err());
+    assert_eq!(unpack_row(&[0xf], 4, 10), [15, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+}

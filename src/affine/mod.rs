@@ -37,12 +37,14 @@ impl AffineFormat {
     }
 }
 
-/// Unpacks one row of `k` codes from its words.
+/// Unpacks one row of `k` codes (of 1 to 8 bits) from its words; codes past their end are 0.
 pub fn unpack_row(words: &[u32], bits: usize, k: usize) -> Vec<u8> {
+    let bits = bits.clamp(1, 8);
     let mask = (1u64 << bits) - 1;
+    let at = |word: usize| words.get(word).copied().unwrap_or(0) as u64;
     let code = |i: usize| {
         let (word, shift) = (i * bits / 32, i * bits % 32);
-        let pair = words[word] as u64 | (words.get(word + 1).copied().unwrap_or(0) as u64) << 32;
+        let pair = at(word) | at(word + 1) << 32;
         (pair >> shift & mask) as u8
     };
     (0..k).map(code).collect()
@@ -55,8 +57,23 @@ pub fn dequantize(
     biases: &Tensor,
     format: AffineFormat,
 ) -> Result<Tensor> {
+    let format = AffineFormat::new(format.bits, format.group_size)?;
     let (n, groups) = scales.dims2()?;
     let k = groups * format.group_size;
+    let expected = [
+        ("codes", codes, [n, k * format.bits / 32]),
+        ("biases", biases, [n, groups]),
+    ];
+    for (name, tensor, expected) in expected {
+        if tensor.dims() != expected {
+            return Err(Error::Shape {
+                op: "dequantize",
+                name,
+                found: tensor.dims().to_vec(),
+                expected: format!("{expected:?} by the scales"),
+            });
+        }
+    }
     let words = codes.to_vec2::<u32>()?;
     let scales = scales.to_dtype(DType::F32)?.to_vec2::<f32>()?;
     let biases = biases.to_dtype(DType::F32)?.to_vec2::<f32>()?;
