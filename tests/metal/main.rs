@@ -8,6 +8,7 @@ mod matmul;
 mod matrix;
 mod model;
 mod moe;
+mod record;
 mod rope;
 mod support;
 #[path = "../support_ops/mod.rs"]

@@ -13,6 +13,8 @@ use candle_specprefill::ops::Context;
 use candle_specprefill::Result;
 use half::{bf16, f16};
 use metal_emulator as emu;
+
+use super::record;
 pub use metal_emulator::Mode;
 
 pub const MODES: [Mode; 2] = [Mode::Fast, Mode::Checked];
@@ -101,6 +103,7 @@ impl Launcher for Emulator {
 
 impl Emulator {
     fn launch(&self, launch: &Launch, memory: &mut [(Place, Vec<u8>, bool)]) -> Result<()> {
+        let before = record::before(launch, memory);
         let file = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
             .join("metal")
             .join(launch.source.file);
@@ -129,7 +132,7 @@ impl Emulator {
                 buffers.push(emu::Buffer::values(*index, b));
             }
         }
-        for (place, bytes, filled) in memory {
+        for (place, bytes, filled) in memory.iter_mut() {
             let uses: Vec<(usize, bool, usize)> = launch
                 .arguments
                 .iter()
@@ -171,6 +174,9 @@ impl Emulator {
             ..emu::Launch::default()
         };
         library.run(&mut run, self.mode).map_err(failed)?;
+        if let Some(before) = before {
+            record::after(launch, before, memory);
+        }
         Ok(())
     }
 }

@@ -1,5 +1,6 @@
 //! Compiles .metal files for both modes and lists their kernels: `cargo run -p metal-emulator --example kernels -- a.metal -DX`.
-//! With `--check` kernels are not compiled, only types and address spaces looked at.
+//! With `--check` kernels are not compiled, only types and address spaces looked at. With `--cuda` the file is written to
+//! standard output as CUDA C++ (tests/metal-gpu), and its function constants to standard error.
 use metal_emulator::{Library, Mode, Options};
 
 fn main() {
@@ -23,6 +24,21 @@ fn main() {
     let mut failed = false;
     for file in arguments.iter().filter(|a| !a.starts_with('-')) {
         let start = std::time::Instant::now();
+        if arguments.iter().any(|a| a == "--cuda") {
+            match Library::compile_with(file, &[], &options) {
+                Ok(library) => {
+                    print!("{}", library.cuda());
+                    for (slot, c) in library.function_constants().iter().enumerate() {
+                        eprintln!("{} {slot}", c.index);
+                    }
+                }
+                Err(e) => {
+                    failed = true;
+                    eprintln!("{file}: {e}");
+                }
+            }
+            continue;
+        }
         match Library::compile_with(file, &[], &options).and_then(all) {
             Ok(library) => {
                 println!(

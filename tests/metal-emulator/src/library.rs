@@ -143,6 +143,12 @@ impl Library {
             .map_err(CompileError)
     }
 
+    /// The file as CUDA C++ for clang, an entry per kernel, against tests/metal-gpu/include; function constants are numbered in
+    /// the order of [`Self::function_constants`].
+    pub fn cuda(&self) -> String {
+        self.module.compiled.translation.for_cuda()
+    }
+
     /// Host names of all kernels.
     pub fn kernels(&self) -> &[String] {
         &self.module.names

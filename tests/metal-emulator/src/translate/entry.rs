@@ -48,6 +48,21 @@ impl Translation {
         )
     }
 
+    /// The file with an entry per kernel for clang's CUDA mode, against tests/metal-gpu/include.
+    pub fn for_cuda(&self) -> String {
+        let mut out = self.source.clone();
+        for k in &self.kernels {
+            out += &format!(
+                "namespace msl {{ namespace {{ using namespace metal;\n\
+                 extern \"C\" __attribute__((global)) void gpu_{}(emu_gpu gpu) {{\n\
+                 const emu_param parameters[] = {{{}{{0, 0}}}};\n\
+                 if (!emu_outside(gpu)) emu_call<decltype(&{2})>::run(&{2}, parameters, gpu);\n}} }} }}\n",
+                k.name, k.params, k.function
+            );
+        }
+        out + "#pragma clang force_cuda_host_device end\n"
+    }
+
     /// The file with a use of every kernel, to be checked and not compiled.
     pub fn with_all_kernels(&self) -> String {
         let mut out = format!(
