@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs recorded Metal launches on an NVIDIA GPU and compares every byte with what the emulator left.
 
-run.py PTX_FOLDER LAUNCHES_FOLDER [--file NAME] [--limit N]: needs numpy and the CUDA driver. Under compute-sanitizer it also
+run.py PTX_FOLDER LAUNCHES_FOLDER [--file NAME] [--limit N] [--time ROUNDS]: needs numpy and the CUDA driver. Under compute-sanitizer it also
 finds races and stray accesses: compute-sanitizer --tool racecheck python3 run.py ...
 """
 import collections, ctypes as C, glob, json, os, sys
@@ -33,7 +33,7 @@ def module(path):
     return m
 
 
-def run(modules, ptx, slots, launch, data):
+def run(modules, ptx, slots, launch, data, repeat=0):
     name = "-".join([launch["file"].removesuffix(".metal"), *launch["defines"]]).replace("=", "")
     if name not in modules:
         modules[name] = module(os.path.join(ptx, name + ".ptx"))
@@ -71,6 +71,29 @@ def run(modules, ptx, slots, launch, data):
     arguments = (C.c_void_p * 1)(C.cast(C.byref(gpu), C.c_void_p))
     check(cuda.cuLaunchKernel(function, *grid, *group, shared, None, arguments, None), launch["kernel"])
     check(cuda.cuCtxSynchronize(), launch["kernel"])
+    if repeat:
+        # The inputs in many copies, so that the weights come from memory and not from a cache.
+        reads = [(i, what, offset) for i, kind, what, offset in launch["arguments"] if kind == "place" and not launch["places"][what][2]]
+        variants, size = [], sum(launch["places"][what][0][1] for _, what, _ in reads)
+        for _ in range(max(2, (512 << 20) // max(size, 1))):
+            copy = Gpu.from_buffer_copy(gpu)
+            for i, what, offset in reads:
+                copy.buffers[i] = upload(*launch["places"][what][0]) + offset
+            variants.append(copy)
+        calls = [(C.c_void_p * 1)(C.cast(C.byref(v), C.c_void_p)) for v in variants]
+        begin, end, milliseconds = C.c_void_p(), C.c_void_p(), C.c_float()
+        for e in (begin, end):
+            check(cuda.cuEventCreate(C.byref(e), 0), "event")
+        times = []
+        for _ in range(repeat):
+            cuda.cuEventRecord(begin, None)
+            for call in calls:
+                cuda.cuLaunchKernel(function, *grid, *group, shared, None, call, None)
+            cuda.cuEventRecord(end, None)
+            check(cuda.cuEventSynchronize(end), "event")
+            cuda.cuEventElapsedTime(C.byref(milliseconds), begin, end)
+            times.append(milliseconds.value / len(calls))
+        print(f"  {launch['kernel']:<32} grid {grid} threads {group}: {sorted(times)[len(times) // 2] * 1e3:8.1f} us")
     results = []
     for address, (_, (at, size), written) in zip(places, launch["places"]):
         if written:
@@ -116,7 +139,7 @@ def main():
         if option("--limit") and per_kind[launch["kernel"], launch["file"]] > int(option("--limit")):
             continue
         data = open(path.removesuffix("json") + "bin", "rb").read()
-        results = run(modules, ptx, slots, launch, data)
+        results = run(modules, ptx, slots, launch, data, int(option("--time") or 0))
         ran[launch["file"]] += 1
         same = all(np.array_equal(a, b) for a, b in results)
         equal[launch["file"]] += same

@@ -272,3 +272,23 @@ fn prefill() {
         }
     }
 }
+
+/// Launches of a real layer's size, to be recorded and timed on a GPU: `METAL_LARGEST=99999999 METAL_LAUNCHES=… cargo test --test metal
+/// -- --ignored a_layers_size` (tests/metal-gpu).
+#[test]
+#[ignore = "records launches for a GPU"]
+fn a_layers_size() {
+    needs_clang!();
+    let (n, k) = (4096, 4096);
+    let p = parts(1, n, k, 4, 64, DType::BF16);
+    for m in [1, 2, 4, 8, 16] {
+        let x = noise(&[m, k], 7, 1.0, DType::BF16);
+        let y = matmul(&emulated(Mode::Fast), &x, &p.weight).unwrap();
+        assert_exact(
+            &y,
+            &x.to_dtype(DType::F64).unwrap(),
+            &p.exact,
+            &format!("M={m}"),
+        );
+    }
+}

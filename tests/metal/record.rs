@@ -7,7 +7,7 @@ use std::sync::Mutex;
 
 use candle_specprefill::ops::launch::{Argument, Constant, Grid, Launch, Place};
 
-/// Launches of a kind that are kept, and their largest memory.
+/// Launches of a kind that are kept, and their largest memory where `METAL_LARGEST` does not say.
 const OF_A_KIND: usize = 2;
 const LARGEST: usize = 1 << 20;
 
@@ -19,7 +19,9 @@ pub type Memory = [(Place, Vec<u8>, bool)];
 pub fn before(launch: &Launch, memory: &Memory) -> Option<(PathBuf, Vec<Vec<u8>>)> {
     let dir = PathBuf::from(std::env::var_os("METAL_LAUNCHES")?);
     let size: usize = memory.iter().map(|m| m.1.len()).sum();
-    if size > LARGEST || launch.is_empty() {
+    let largest = std::env::var("METAL_LARGEST").ok();
+    let largest = largest.and_then(|l| l.parse().ok()).unwrap_or(LARGEST);
+    if size > largest || launch.is_empty() {
         return None;
     }
     let kind = format!(
