@@ -19,21 +19,31 @@ pub use metal_emulator::Mode;
 
 pub const MODES: [Mode; 2] = [Mode::Fast, Mode::Checked];
 
-/// A context that runs launches on the emulator in that mode; with the feature `metal` on a Mac, [`Mode::Fast`] is the real device.
+/// A context that runs launches on the emulator in that mode; with the feature `metal` on a Mac, on the real device.
 pub fn emulated(mode: Mode) -> Context {
     #[cfg(all(feature = "metal", target_vendor = "apple"))]
-    if mode == Mode::Fast {
-        return Context::with_launcher(Arc::new(OnDevice));
-    }
-    let seed = AtomicU32::new(1);
-    Context::with_launcher(Arc::new(Emulator { mode, seed }))
+    let launcher = {
+        let _ = mode;
+        OnDevice
+    };
+    #[cfg(not(all(feature = "metal", target_vendor = "apple")))]
+    let launcher = Emulator {
+        mode,
+        seed: AtomicU32::new(1),
+    };
+    Context::with_launcher(Arc::new(launcher))
 }
 
-/// Skips a test, loudly, where there is no clang.
+/// Whether launches can run: on a Mac's own device, or on the emulator.
+pub fn can_run(what: &str) -> bool {
+    cfg!(all(feature = "metal", target_vendor = "apple")) || metal_emulator::available(what)
+}
+
+/// Skips a test, loudly, where there is neither a Metal device nor a clang.
 #[macro_export]
 macro_rules! needs_clang {
     () => {
-        if !metal_emulator::available(module_path!()) {
+        if !$crate::support::can_run(module_path!()) {
             return;
         }
     };
