@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Module, Tensor};
 use candle_specprefill::affine::AffineFormat;
 use candle_specprefill::ops::affine_matmul::policy::Isa;
 use candle_specprefill::ops::affine_matmul::{matmul_on, Weight};
-use candle_specprefill::ops::Context;
+use candle_specprefill::ops::{matmul, Context};
 use serde_json::{json, Value};
 
 use crate::bandwidth::read_bandwidth;
@@ -35,6 +35,9 @@ pub struct Args {
     /// Instruction set, if not the best: avx512, avxvnni, avx2, neon or portable.
     #[arg(long, value_parser = isa)]
     isa: Option<Isa>,
+    /// Measure on the CPU even where there is a Metal device.
+    #[arg(long)]
+    cpu: bool,
     /// Leave out the plain weights and candle's.
     #[arg(long)]
     affine_only: bool,
@@ -68,12 +71,19 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 fn measure(args: &Args) -> Result<()> {
-    let bandwidth = read_bandwidth();
-    let isa = format!("{:?}", args.isa.unwrap_or(Isa::best()));
+    let device = device(args)?;
+    let bandwidth = match &device {
+        Device::Cpu => read_bandwidth(),
+        other => copy_bandwidth(other)?,
+    };
+    let where_ = match &device {
+        Device::Cpu => format!("{:?}", args.isa.unwrap_or(Isa::best())),
+        other => format!("{:?}", other.location()),
+    };
     let threads = rayon::current_num_threads();
     if !args.json {
         println!(
-            "{isa}, {threads} threads, read bandwidth {:.1} GB/s",
+            "{where_}, {threads} threads, memory {:.1} GB/s",
             bandwidth / 1e9
         );
     }
@@ -88,6 +98,7 @@ fn measure(args: &Args) -> Result<()> {
             n,
             k,
             bandwidth,
+            device: device.clone(),
         };
         for bits in &args.bits {
             bench.affine(*bits, &mut rows)?;
@@ -96,6 +107,9 @@ fn measure(args: &Args) -> Result<()> {
             continue;
         }
         bench.plain(&mut rows)?;
+        if !bench.device.is_cpu() {
+            continue;
+        }
         bench.candle(GgmlDType::Q4K, &mut peers)?;
         bench.candle(GgmlDType::Q8_0, &mut peers)?;
         if args.prefill > 0 {
@@ -103,7 +117,7 @@ fn measure(args: &Args) -> Result<()> {
         }
     }
     if args.json {
-        let all = json!({"isa": isa, "threads": threads, "read_gb_per_s": bandwidth / 1e9, "rows": rows, "peers": peers});
+        let all = json!({"isa": where_, "threads": threads, "read_gb_per_s": bandwidth / 1e9, "rows": rows, "peers": peers});
         println!("{all}");
     }
     Ok(())
@@ -114,6 +128,29 @@ struct Bench<'a> {
     n: usize,
     k: usize,
     bandwidth: f64,
+    device: Device,
+}
+
+/// The Metal device where the build and the machine have one.
+fn device(args: &Args) -> Result<Device> {
+    match cfg!(all(feature = "metal", target_vendor = "apple")) && !args.cpu {
+        true => Ok(Device::new_metal(0)?),
+        false => Ok(Device::Cpu),
+    }
+}
+
+/// Bytes per second that a device reads and writes when it copies.
+fn copy_bandwidth(device: &Device) -> Result<f64> {
+    let data = Tensor::zeros(64 << 20, DType::F32, device)?;
+    let mut best = 0f64;
+    for _ in 0..5 {
+        device.synchronize()?;
+        let t = Instant::now();
+        let copy = data.copy()?;
+        device.synchronize()?;
+        best = best.max(2.0 * 4.0 * copy.elem_count() as f64 / t.elapsed().as_secs_f64());
+    }
+    Ok(best)
 }
 
 impl Bench<'_> {
@@ -126,6 +163,9 @@ impl Bench<'_> {
         for copy in 0..copies.min(3) {
             pass(copy)?;
         }
+        if !self.device.is_cpu() {
+            return self.batched(copies, pass);
+        }
         let (start, mut times) = (Instant::now(), vec![]);
         while times.len() < 5 || start.elapsed().as_secs_f64() < self.args.seconds {
             let t = Instant::now();
@@ -136,8 +176,25 @@ impl Bench<'_> {
         Ok(times[times.len() / 2])
     }
 
+    /// The same where calls are queued: all copies, then one wait.
+    fn batched(&self, copies: usize, mut pass: impl FnMut(usize) -> Result<()>) -> Result<f64> {
+        let mut times = vec![];
+        for _ in 0..9 {
+            self.device.synchronize()?;
+            let t = Instant::now();
+            for copy in 0..copies {
+                pass(copy)?;
+            }
+            self.device.synchronize()?;
+            times.push(t.elapsed().as_secs_f64() / copies as f64);
+        }
+        times.sort_by(f64::total_cmp);
+        Ok(times[times.len() / 2])
+    }
+
     fn x(&self, m: usize, dtype: DType) -> Result<Tensor> {
-        Ok(Tensor::randn(0f32, 1.0, (m, self.k), &Device::Cpu)?.to_dtype(dtype)?)
+        let x = Tensor::randn(0f32, 1.0, (m, self.k), &Device::Cpu)?.to_dtype(dtype)?;
+        Ok(x.to_device(&self.device)?)
     }
 
     fn line(
@@ -169,12 +226,19 @@ impl Bench<'_> {
     fn weights(
         &self,
         name: &str,
-        weight: Weight,
+        make: impl Fn() -> Result<Weight>,
         dtypes: &[DType],
         rows: &mut Vec<Value>,
     ) -> Result<()> {
+        let weight = make()?;
         let bytes = weight.size_bytes();
-        let weights = vec![weight; self.copies(bytes)];
+        // A clone on a device shares its memory.
+        let weights = match self.device.is_cpu() {
+            true => vec![weight; self.copies(bytes)],
+            false => (0..self.copies(bytes))
+                .map(|_| make())
+                .collect::<Result<_>>()?,
+        };
         let cx = Context::default();
         let isa = self.args.isa.unwrap_or(Isa::best());
         for dtype in dtypes {
@@ -183,7 +247,10 @@ impl Bench<'_> {
             for m in self.args.m.iter().chain(prefill) {
                 let x = self.x(*m, *dtype)?;
                 let time = self.median(weights.len(), |i| {
-                    matmul_on(&cx, &x, &weights[i], isa)?;
+                    match self.device.is_cpu() {
+                        true => matmul_on(&cx, &x, &weights[i], isa)?,
+                        false => matmul(&cx, &x, &weights[i])?,
+                    };
                     Ok(())
                 })?;
                 let first = *first.get_or_insert(time);
@@ -211,9 +278,18 @@ impl Bench<'_> {
         let codes = Tensor::from_vec(codes, (self.n, words), &Device::Cpu)?;
         let floats =
             |s| Tensor::randn(0f32, s, (self.n, groups), &Device::Cpu)?.to_dtype(DType::BF16);
-        let weight = Weight::affine(&codes, &floats(0.01)?, &floats(0.1)?, format, &Device::Cpu)?;
+        let (scales, biases) = (floats(0.01)?, floats(0.1)?);
+        let make = || {
+            Ok(Weight::affine(
+                &codes,
+                &scales,
+                &biases,
+                format,
+                &self.device,
+            )?)
+        };
         let name = format!("affine{bits}");
-        self.weights(&name, weight, &[DType::BF16, DType::F32], rows)
+        self.weights(&name, make, &[DType::BF16, DType::F32], rows)
     }
 
     fn plain(&self, rows: &mut Vec<Value>) -> Result<()> {
@@ -222,7 +298,7 @@ impl Bench<'_> {
         let w = Tensor::cat(&vec![&w; self.n.div_ceil(own)], 0)?.narrow(0, 0, self.n)?;
         self.weights(
             "bf16",
-            Weight::dense(&w, &Device::Cpu)?,
+            || Ok(Weight::dense(&w, &self.device)?),
             &[DType::BF16],
             rows,
         )
