@@ -3,6 +3,7 @@
 
 pub mod affine;
 mod error;
+pub mod hub;
 pub mod mtp;
 pub mod ops;
 pub mod pipeline;

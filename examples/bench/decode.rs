@@ -1,22 +1,22 @@
 //! `bench decode`: time of a pass over a model by number of rows, against what its bytes allow.
 
-use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::Result;
+use candle_specprefill::hub::ModelSource;
 use candle_specprefill::ops::Context;
 use candle_specprefill::qwen3_5::{Cache, Keep, LoadOptions, Model, Rows};
 use serde_json::json;
 
 use crate::bandwidth::read_bandwidth;
-use crate::common::{tiny, Dtype};
+use crate::common::model::{hub, or_embedded, Dtype};
 
 /// What to measure.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Folder of the model [default: the embedded target]; make_checkpoint makes one of any size
-    #[arg(long, value_name = "FOLDER")]
-    model: Option<PathBuf>,
+    /// A folder, or owner/name[@revision] on the hub [default: the embedded target]; make_checkpoint makes one of any size
+    #[arg(long, value_name = "MODEL")]
+    model: Option<ModelSource>,
     /// Dtype of activations
     #[arg(long, value_enum, default_value = "bf16")]
     dtype: Dtype,
@@ -36,7 +36,7 @@ pub struct Args {
 
 /// Runs the measurement and prints it.
 pub fn run(args: &Args) -> Result<()> {
-    let dir = args.model.clone().unwrap_or_else(|| tiny().join("target"));
+    let dir = or_embedded(&args.model).resolve(&hub(false))?;
     let options = LoadOptions {
         dtype: args.dtype.into(),
         ..Default::default()

@@ -1,10 +1,10 @@
 //! `bench mtp`: decode speed by depth on the loaded model, plain and adaptive decoding side by side.
 
-use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
 use candle_core::Tensor;
+use candle_specprefill::hub::ModelSource;
 use candle_specprefill::mtp::{
     prefill, Controller, Depth, Drafter, NGram, PrefillOptions, Session, SessionOptions, MAX_DEPTH,
 };
@@ -13,14 +13,14 @@ use candle_specprefill::pipeline::{ChatTemplate, Message, TextTokenizer};
 use candle_specprefill::qwen3_5::{Cache, LoadOptions, Model};
 use serde_json::json;
 
-use crate::common::{tiny, Dtype};
+use crate::common::model::{hub, or_embedded, Dtype};
 
 /// What to measure.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Folder of the model [default: the embedded target]
-    #[arg(long, value_name = "FOLDER")]
-    model: Option<PathBuf>,
+    /// A folder, or owner/name[@revision] on the hub [default: the embedded target]
+    #[arg(long, value_name = "MODEL")]
+    model: Option<ModelSource>,
     /// Dtype of activations
     #[arg(long, value_enum, default_value = "bf16")]
     dtype: Dtype,
@@ -121,7 +121,7 @@ impl Bench<'_> {
 
 /// Runs the measurement and prints it.
 pub fn run(args: &Args) -> Result<()> {
-    let dir = args.model.clone().unwrap_or_else(|| tiny().join("target"));
+    let dir = or_embedded(&args.model).resolve(&hub(false))?;
     let options = LoadOptions {
         dtype: args.dtype.into(),
         ..Default::default()

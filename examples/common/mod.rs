@@ -2,73 +2,21 @@
 #![allow(dead_code)]
 
 pub mod generate;
+pub mod model;
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use candle_core::DType;
 use candle_specprefill::mtp::Depth;
-use candle_specprefill::pipeline::{GenerateOptions, Message, SpecPrefillPipeline};
+use candle_specprefill::pipeline::{GenerateOptions, Message};
 use candle_specprefill::specprefill::{Keep, Scoring};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde::Deserialize;
 
-/// The folder of the embedded models and prompts.
-pub fn tiny() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/tiny")
-}
+pub use model::{tiny, ModelArgs};
 
 /// The prompt that is asked when none is given.
 pub const DEFAULT_PROMPT: &str = "prompts/needle_16k_00.json";
-
-/// A dtype of activations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Dtype {
-    F32,
-    Bf16,
-    F16,
-}
-
-impl From<Dtype> for DType {
-    fn from(dtype: Dtype) -> Self {
-        match dtype {
-            Dtype::F32 => Self::F32,
-            Dtype::Bf16 => Self::BF16,
-            Dtype::F16 => Self::F16,
-        }
-    }
-}
-
-/// Which models, and how they run.
-#[derive(Args, Clone, Debug)]
-pub struct ModelArgs {
-    /// Folder of the target model [default: the embedded one]
-    #[arg(long, value_name = "FOLDER")]
-    pub model: Option<PathBuf>,
-    /// Folder of the draft model that chooses prompt tokens [default: the embedded one, with the embedded target]
-    #[arg(long, value_name = "FOLDER")]
-    pub draft: Option<PathBuf>,
-    /// Dtype of activations and caches
-    #[arg(long, value_enum, default_value = "f32")]
-    pub dtype: Dtype,
-}
-
-impl ModelArgs {
-    /// Loads them.
-    pub fn load(&self) -> Result<SpecPrefillPipeline> {
-        let target = self.model.clone().unwrap_or_else(|| tiny().join("target"));
-        let draft = match (&self.draft, &self.model) {
-            (Some(draft), _) => Some(draft.clone()),
-            (None, None) => Some(tiny().join("draft")),
-            (None, Some(_)) => None,
-        };
-        let mut builder = SpecPrefillPipeline::builder(target).dtype(self.dtype.into());
-        if let Some(draft) = draft {
-            builder = builder.draft(draft);
-        }
-        Ok(builder.build()?)
-    }
-}
 
 /// What is asked.
 #[derive(Args, Clone, Debug)]

@@ -2,10 +2,15 @@
 //!
 //! `cargo run --release --example quantize -- SOURCE TARGET --bits 4 --override lm_head=8`
 
+#[path = "../common/model.rs"]
+#[allow(dead_code)]
+mod model;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use candle_specprefill::affine::AffineFormat;
+use candle_specprefill::hub::ModelSource;
 use candle_specprefill::qwen3_5::convert::{convert, ConvertOptions};
 use candle_specprefill::Result;
 use clap::Parser;
@@ -14,8 +19,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 /// Quantizes a Hugging Face checkpoint to the MLX affine format, bit for bit as MLX does. The MTP head is kept.
 #[derive(Parser, Debug)]
 struct Cli {
-    /// Folder of the Hugging Face checkpoint
-    source: PathBuf,
+    /// The Hugging Face checkpoint: a folder, or owner/name[@revision] on the hub
+    source: ModelSource,
     /// Folder to make
     target: PathBuf,
     /// Bits of a code: 2, 3, 4, 5, 6 or 8
@@ -76,10 +81,11 @@ fn run(cli: &Cli) -> Result<()> {
         overwrite: cli.force,
         ..Default::default()
     };
+    let source = cli.source.resolve(&model::hub(false))?;
     let style = ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes} {eta} {msg}");
     let bar =
         ProgressBar::no_length().with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-    let done = convert(&cli.source, &cli.target, &options, &mut |p| {
+    let done = convert(&source, &cli.target, &options, &mut |p| {
         bar.set_length(p.total);
         bar.set_position(p.done);
         bar.set_message(p.module.to_string());

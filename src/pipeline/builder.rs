@@ -14,6 +14,7 @@ use super::{
     ChatTemplate, GenerateOptions, GenerationConfig, Message, Prompt, TemplateOptions,
     TextTokenizer,
 };
+use crate::hub::{Hub, ModelSource};
 use crate::mtp::{check_head, Controller};
 use crate::ops::Context;
 use crate::qwen3_5::{LoadOptions, Model};
@@ -23,8 +24,9 @@ use crate::{Error, Result};
 /// Settings of a pipeline that is to be loaded.
 #[derive(Clone, Debug)]
 pub struct Builder {
-    target: PathBuf,
-    draft: Option<PathBuf>,
+    target: ModelSource,
+    draft: Option<ModelSource>,
+    hub: Hub,
     device: Device,
     dtype: DType,
     force_mtp: bool,
@@ -38,9 +40,15 @@ const CHECK_TEXT: &str = "The water cycle describes how water moves between the 
     rises as vapour, cools into clouds, and falls again as rain or snow. Rivers carry it back to the sea, and the cycle begins again.";
 
 impl Builder {
-    /// The folder of the small model that chooses prompt tokens; it must share the target's tokenizer.
-    pub fn draft(mut self, folder: impl Into<PathBuf>) -> Self {
-        self.draft = Some(folder.into());
+    /// The small model that chooses prompt tokens; it must share the target's tokenizer.
+    pub fn draft(mut self, model: impl Into<ModelSource>) -> Self {
+        self.draft = Some(model.into());
+        self
+    }
+
+    /// How models on the hub are fetched; by default as the environment says.
+    pub fn hub(mut self, hub: Hub) -> Self {
+        self.hub = hub;
         self
     }
 
@@ -83,8 +91,11 @@ impl Builder {
 
     /// Loads the models.
     pub fn build(self) -> Result<SpecPrefillPipeline> {
+        let target_dir = self.target.resolve(&self.hub)?;
+        let draft_dir = (self.draft.as_ref())
+            .map(|draft| draft.resolve(&self.hub))
+            .transpose()?;
         let load = |folder: &Path, mtp| {
-            check_folder(folder)?;
             let options = LoadOptions {
                 device: self.device.clone(),
                 dtype: self.dtype,
@@ -92,18 +103,17 @@ impl Builder {
             };
             Model::load(folder, &options)
         };
-        let target = load(&self.target, true)?;
-        let tokenizer = TextTokenizer::read(&self.target)?;
-        let template = ChatTemplate::read(&self.target)?;
-        let mut stop_tokens = GenerationConfig::read(&self.target)?.eos_token_ids;
+        let target = load(&target_dir, true)?;
+        let tokenizer = TextTokenizer::read(&target_dir)?;
+        let template = ChatTemplate::read(&target_dir)?;
+        let mut stop_tokens = GenerationConfig::read(&target_dir)?.eos_token_ids;
         stop_tokens.extend(&target.config().eos_token_ids);
         stop_tokens.extend(template.eos_token().and_then(|token| tokenizer.id(token)));
         stop_tokens.sort_unstable();
         stop_tokens.dedup();
-        let draft = match &self.draft {
+        let draft = match &draft_dir {
             None => None,
             Some(folder) => {
-                check_folder(folder)?;
                 let bytes = weight_bytes(folder)?;
                 if let Some(limit) = self.draft_limit.filter(|limit| bytes > *limit) {
                     return Err(Error::Draft(format!(
@@ -115,7 +125,7 @@ impl Builder {
                 if let Some(difference) = tokenizer.difference(&theirs) {
                     return Err(Error::Draft(format!(
                         "the tokenizers of {} and {} differ: {difference}; use a draft of the target's family",
-                        self.target.display(),
+                        target_dir.display(),
                         folder.display(),
                     )));
                 }
@@ -166,16 +176,6 @@ fn head_fault(target: &Model, tokenizer: &TextTokenizer) -> Result<Option<String
     }
 }
 
-fn check_folder(folder: &Path) -> Result<()> {
-    if folder.is_dir() {
-        return Ok(());
-    }
-    Err(Error::File {
-        file: folder.to_path_buf(),
-        what: "no such folder; name the folder that holds the model's config.json".into(),
-    })
-}
-
 /// Bytes of the weight files of a folder.
 fn weight_bytes(folder: &Path) -> Result<u64> {
     let entries = std::fs::read_dir(folder).map_err(|e| Error::io(folder, e))?;
@@ -216,11 +216,12 @@ pub struct SpecPrefillPipeline {
 }
 
 impl SpecPrefillPipeline {
-    /// Begins with the target's folder.
-    pub fn builder(target: impl Into<PathBuf>) -> Builder {
+    /// Begins with the target: a folder, or `owner/name[@revision]` on the hub.
+    pub fn builder(target: impl Into<ModelSource>) -> Builder {
         Builder {
             target: target.into(),
             draft: None,
+            hub: Hub::default(),
             device: Device::Cpu,
             dtype: DType::F32,
             force_mtp: false,

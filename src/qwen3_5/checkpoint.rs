@@ -17,12 +17,14 @@ use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Vi
 
 use crate::error::{Error, Result};
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+/// The weights of a checkpoint in one file.
+pub(crate) const SINGLE: &str = "model.safetensors";
+/// Which file of a sharded checkpoint holds which tensor.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// What the format's own reader allows.
 const MAX_HEADER: u64 = 100_000_000;
 /// Draft heads that some writers keep beside the trunk.
-const SIDE_CARS: [&str; 3] = [
+pub(crate) const SIDE_CARS: [&str; 3] = [
     "mtp.safetensors",
     "model-mtp.safetensors",
     "mtp/weights.safetensors",
@@ -86,26 +88,8 @@ impl Checkpoint {
     }
 
     fn add_indexed(&mut self, index: &Path) -> Result<()> {
-        #[derive(serde::Deserialize)]
-        struct Index {
-            weight_map: BTreeMap<String, String>,
-        }
-        let text = std::fs::read_to_string(index).map_err(|e| Error::io(index, e))?;
-        let parsed: Index =
-            serde_json::from_str(&text).map_err(|e| file_error(index, e.to_string()))?;
-        let mut files: Vec<&String> = parsed.weight_map.values().collect();
-        files.sort();
-        files.dedup();
-        for name in files {
-            let plain = Path::new(name)
-                .components()
-                .all(|c| matches!(c, Component::Normal(_)));
-            if !plain || name.is_empty() {
-                return Err(file_error(
-                    index,
-                    format!("names the file {name:?}, which lies outside the folder"),
-                ));
-            }
+        let parsed = Index::read(index)?;
+        for name in parsed.files(index)? {
             let path = self.dir.join(name);
             if !path.is_file() {
                 return Err(file_error(
@@ -272,6 +256,41 @@ impl Checkpoint {
             }
         })
     }
+}
+
+/// `model.safetensors.index.json`.
+#[derive(serde::Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Index {
+    fn read(file: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(file).map_err(|e| Error::io(file, e))?;
+        serde_json::from_str(&text).map_err(|e| file_error(file, e.to_string()))
+    }
+
+    /// The files that it names, each once, all of them inside the folder.
+    fn files(&self, file: &Path) -> Result<Vec<&String>> {
+        let mut files: Vec<&String> = self.weight_map.values().collect();
+        files.sort();
+        files.dedup();
+        for name in &files {
+            let mut parts = Path::new(name).components();
+            if name.is_empty() || !parts.all(|c| matches!(c, Component::Normal(_))) {
+                let what = format!("names the file {name:?}, which lies outside the folder");
+                return Err(file_error(file, what));
+            }
+        }
+        Ok(files)
+    }
+}
+
+/// The weight files that an index names.
+#[cfg(feature = "hub")]
+pub(crate) fn indexed_files(index: &Path) -> Result<Vec<String>> {
+    let parsed = Index::read(index)?;
+    Ok(parsed.files(index)?.into_iter().cloned().collect())
 }
 
 /// The header of a safetensors file, checked against the file's size, and where its data begin.
