@@ -448,3 +448,54 @@ fn a_smaller_draft_vocabulary_changes_no_token() {
             && model.draft_vocabulary(&[]).is_err()
     );
 }
+
+#[test]
+fn greedy_tokens_are_those_of_the_logits_without_reading_them() {
+    let model = tiny();
+    let (prompt, cx) = (chat("Define the word \"harbour\"."), Context::default());
+    let half: Vec<u32> = (0..4096).step_by(2).collect();
+    let vocabulary = std::sync::Arc::new(model.draft_vocabulary(&half).unwrap());
+    for draft_vocabulary in [None, Some(vocabulary)] {
+        let run = |processor: Option<LogitsProcessor>, sampling: Sampling| {
+            let (cache, last) = read(&model, &prompt);
+            let (cx, options) = (
+                Context::default(),
+                SessionOptions {
+                    processor,
+                    sampling,
+                    draft_vocabulary: draft_vocabulary.clone(),
+                    ..options(Depth::Fixed(3), 40)
+                },
+            );
+            let mut session = Session::new(&model, &cx, cache, &last, options).unwrap();
+            let mut tokens = vec![];
+            while session.finished().is_none() {
+                tokens.extend(session.step(&model, &cx).unwrap());
+            }
+            let routes = cx.routes().snapshot();
+            let found = routes.get("argmax/cpu/bf16").copied().unwrap_or_default();
+            (tokens, session.stats().cycles, found)
+        };
+        let (tokens, cycles, found) = run(None, Sampling::default());
+        // The first token, and in each cycle the pass and its drafts.
+        assert!(found > cycles && cycles > 0, "{found} of {cycles}");
+        let top_1 = Sampling {
+            top_k: 1,
+            ..sampled(3)
+        };
+        assert_eq!(run(None, top_1), (tokens.clone(), cycles, found));
+        // A processor wants to see the logits, even if it changes none.
+        let looks = LogitsProcessor::new(|_, logits| assert_eq!(logits.len(), 4096));
+        assert_eq!(
+            run(Some(looks), Sampling::default()),
+            (tokens, cycles, 0),
+            "the tokens of the logits are others"
+        );
+        assert_eq!(run(None, sampled(3)).2, 0);
+    }
+    // Useless logits are an error, as they are on the host.
+    let (cache, last) = read(&model, &prompt);
+    let nan = (last * f64::NAN).unwrap();
+    let failed = Session::new(&model, &cx, cache, &nan, options(Depth::Off, 3));
+    assert!(failed.err().unwrap().to_string().contains("is NaN"));
+}

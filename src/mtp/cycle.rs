@@ -3,10 +3,10 @@
 
 use std::time::Instant;
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use super::block::{self, Distribution};
-use super::history::History;
+use super::row::{self, Row};
 use super::session::{Acceptance, Session, SessionOptions};
 use super::Depth;
 use crate::error::Result;
@@ -92,8 +92,14 @@ fn cycle(model: &Model, cx: &Context, steps: &mut [Step]) -> Result<Vec<Result<V
     drop(batch);
     let verified = verify.elapsed().as_secs_f64();
     let sample = Instant::now();
-    let mut logits = match logits(model, cx, &hidden) {
-        Ok(logits) => logits.into_iter(),
+    let wanted = (steps.iter().zip(&plans)).filter(|(_, plan)| plan.active);
+    let greedy = wanted.flat_map(|(step, plan)| {
+        let greedy = row::is_greedy(&step.session.options);
+        std::iter::repeat_n(greedy, plan.drafts.len() + 1)
+    });
+    let greedy: Vec<bool> = greedy.collect();
+    let mut said = match row::rows(model, cx, &hidden, &greedy) {
+        Ok(said) => said.into_iter(),
         Err(e) => {
             for (step, _) in steps.iter_mut().zip(&plans).filter(|(_, p)| p.active) {
                 step.session.cache.accept(0)?;
@@ -103,8 +109,8 @@ fn cycle(model: &Model, cx: &Context, steps: &mut [Step]) -> Result<Vec<Result<V
     };
     let mut judged = vec![];
     for (step, plan) in steps.iter_mut().zip(&plans) {
-        let own: Vec<Vec<f32>> = match plan.active {
-            true => logits.by_ref().take(plan.drafts.len() + 1).collect(),
+        let own: Vec<Row> = match plan.active {
+            true => said.by_ref().take(plan.drafts.len() + 1).collect(),
             false => vec![],
         };
         judged.push(plan.active.then(|| judge(step.session, plan, own)));
@@ -265,12 +271,12 @@ fn chain(
     let mut who = who.to_vec();
     loop {
         let (mut on, mut rows) = (vec![], vec![]);
-        let all = draft_logits(model, cx, steps, &who, &hidden)?;
-        for (row, (i, mut logits)) in who.iter().zip(all).enumerate() {
+        let all = draft_rows(model, cx, steps, &who, &hidden)?;
+        for (row, (i, said)) in who.iter().zip(all).enumerate() {
             let (session, plan) = (&mut *steps[*i].session, &mut plans[*i]);
             let at = plan.position + plan.drafts.len() as u32 + 1;
             // A head whose logits are useless costs drafts, never the text.
-            let Ok((token, proposal)) = propose(session, &mut logits, at) else {
+            let Ok((token, proposal)) = propose(session, said, at) else {
                 plan.depth = plan.drafts.len();
                 continue;
             };
@@ -314,41 +320,37 @@ fn chain(
     }
 }
 
-/// Logits of a draft per sequence of `who`, over its own vocabulary where it has one.
-fn draft_logits(
+/// The head's row for each sequence of `who`, over its own vocabulary where it has one.
+fn draft_rows(
     model: &Model,
     cx: &Context,
     steps: &[Step],
     who: &[usize],
     hidden: &Tensor,
-) -> Result<Vec<Vec<f32>>> {
-    let own = |i: &usize| steps[*i].session.options.draft_vocabulary.as_ref();
-    if who.iter().all(|i| own(i).is_none()) {
-        return logits(model, cx, hidden);
+) -> Result<Vec<Row>> {
+    let options = |i: &usize| &steps[*i].session.options;
+    let greedy: Vec<bool> = who.iter().map(|i| row::is_greedy(options(i))).collect();
+    if who.iter().all(|i| options(i).draft_vocabulary.is_none()) {
+        return row::rows(model, cx, hidden, &greedy);
     }
     let mut all = vec![];
-    for (row, i) in who.iter().enumerate() {
-        let hidden = hidden.narrow(0, row, 1)?;
-        all.extend(match own(i) {
-            Some(vocabulary) => model.draft_logits(cx, &hidden, vocabulary)?,
-            None => logits(model, cx, &hidden)?,
+    for (n, i) in who.iter().enumerate() {
+        let (hidden, greedy) = (hidden.narrow(0, n, 1)?, greedy[n]);
+        all.extend(match &options(i).draft_vocabulary {
+            Some(vocabulary) => row::of_vocabulary(model, cx, &hidden, vocabulary, greedy)?,
+            None => row::rows(model, cx, &hidden, &[greedy])?,
         });
     }
     Ok(all)
 }
 
 /// A draft for `position`, and what it was drawn from where that matters.
-fn propose(
-    session: &Session,
-    logits: &mut [f32],
-    position: u32,
-) -> Result<(u32, Option<Distribution>)> {
+fn propose(session: &Session, said: Row, position: u32) -> Result<(u32, Option<Distribution>)> {
     let options = &session.options;
     if !blockwise(options) {
-        return Ok((draw(options, &session.history, logits, position)?, None));
+        return Ok((said.draw(options, &session.history, position)?, None));
     }
-    adjust(options, &session.history, logits);
-    let from = options.sampling.distribution(logits)?;
+    let from = said.distribution(options, &session.history)?;
     let uniform = options.sampling.uniform(PROPOSE, position);
     let token = block::pick(&from, uniform).unwrap_or_default();
     Ok((token, Some(from)))
@@ -359,11 +361,11 @@ fn blockwise(options: &SessionOptions) -> bool {
 }
 
 /// The tokens that the target says, the right drafts first. Nothing is changed but the history, which is as before at the end.
-fn judge(session: &mut Session, plan: &Plan, mut logits: Vec<Vec<f32>>) -> Result<Vec<u32>> {
+fn judge(session: &mut Session, plan: &Plan, said: Vec<Row>) -> Result<Vec<u32>> {
     let mut pushed = 0;
     let result = match blockwise(&session.options) {
-        true => judge_block(session, plan, &mut logits, &mut pushed),
-        false => judge_coupled(session, plan, &mut logits, &mut pushed),
+        true => judge_block(session, plan, said, &mut pushed),
+        false => judge_coupled(session, plan, said, &mut pushed),
     };
     session.history.pop(pushed);
     result
@@ -372,13 +374,13 @@ fn judge(session: &mut Session, plan: &Plan, mut logits: Vec<Vec<f32>>) -> Resul
 fn judge_coupled(
     session: &mut Session,
     plan: &Plan,
-    logits: &mut [Vec<f32>],
+    said: Vec<Row>,
     pushed: &mut usize,
 ) -> Result<Vec<u32>> {
     let mut out = vec![];
-    for (row, logits) in logits.iter_mut().enumerate() {
+    for (row, said) in said.into_iter().enumerate() {
         let position = plan.position + row as u32 + 1;
-        let token = draw(&session.options, &session.history, logits, position)?;
+        let token = said.draw(&session.options, &session.history, position)?;
         out.push(token);
         session.history.push(token);
         *pushed += 1;
@@ -392,13 +394,12 @@ fn judge_coupled(
 fn judge_block(
     session: &mut Session,
     plan: &Plan,
-    logits: &mut [Vec<f32>],
+    said: Vec<Row>,
     pushed: &mut usize,
 ) -> Result<Vec<u32>> {
     let mut targets = vec![];
-    for (row, logits) in logits.iter_mut().enumerate() {
-        adjust(&session.options, &session.history, logits);
-        targets.push(session.options.sampling.distribution(logits)?);
+    for (row, said) in said.into_iter().enumerate() {
+        targets.push(said.distribution(&session.options, &session.history)?);
         if let Some(draft) = plan.drafts.get(row) {
             session.history.push(*draft);
             *pushed += 1;
@@ -444,26 +445,4 @@ fn commit(
     session.feed_later(&hidden.narrow(0, 0, rows)?, &tokens, &positions[..rows])?;
     session.next = tokens[rows - 1];
     Ok((tokens, right))
-}
-
-/// Logits of every row of `hidden`, f32.
-pub(super) fn logits(model: &Model, cx: &Context, hidden: &Tensor) -> Result<Vec<Vec<f32>>> {
-    Ok(model.logits(cx, hidden)?.to_dtype(DType::F32)?.to_vec2()?)
-}
-
-fn adjust(options: &SessionOptions, history: &History, logits: &mut [f32]) {
-    if History::matters(&options.sampling, options.processor.as_ref()) {
-        history.adjust(&options.sampling, options.processor.as_ref(), logits);
-    }
-}
-
-/// The token at `position` after `history`.
-pub(super) fn draw(
-    options: &SessionOptions,
-    history: &History,
-    logits: &mut [f32],
-    position: u32,
-) -> Result<u32> {
-    adjust(options, history, logits);
-    options.sampling.draw(logits, position)
 }

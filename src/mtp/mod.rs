@@ -6,6 +6,7 @@ mod cycle;
 mod history;
 mod ngram;
 mod prefill;
+mod row;
 mod sampling;
 mod self_check;
 mod session;

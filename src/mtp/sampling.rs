@@ -7,6 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::ops::argmax;
 
 /// Below it, dividing logits by the temperature would leave f32's range; such draws are greedy ones anyway.
 const MIN_TEMPERATURE: f32 = 1e-6;
@@ -106,7 +107,7 @@ impl Sampling {
     /// Draws the token that stands at `position` from logits that the history has adjusted. Ties go to the lowest id; a NaN
     /// among the logits, or nothing above -inf, is an error.
     pub fn draw(&self, logits: &[f32], position: u32) -> Result<u32> {
-        let best = argmax(logits)?;
+        let best = argmax::of_row(logits)?;
         let Some(kept) = self.weights(logits, best) else {
             return Ok(best);
         };
@@ -123,9 +124,14 @@ impl Sampling {
         Ok(drawn.0)
     }
 
+    /// Whether a draw takes the most likely token, whatever the seed.
+    pub(crate) fn is_greedy(&self) -> bool {
+        self.temperature == 0.0 || self.top_k == 1
+    }
+
     /// The filtered distribution, by token id.
     pub(crate) fn distribution(&self, logits: &[f32]) -> Result<Vec<(u32, f64)>> {
-        let best = argmax(logits)?;
+        let best = argmax::of_row(logits)?;
         let Some(kept) = self.weights(logits, best) else {
             return Ok(vec![(best, 1.0)]);
         };
@@ -142,7 +148,7 @@ impl Sampling {
     /// The tokens that the filters leave, with their log-weights over that of `best`; `None` when it is `best` alone.
     fn weights(&self, logits: &[f32], best: u32) -> Option<Vec<(u32, f32)>> {
         let top = logits[best as usize];
-        if self.temperature == 0.0 || self.top_k == 1 || top == f32::INFINITY {
+        if self.is_greedy() || top == f32::INFINITY {
             return None;
         }
         let inverse = 1.0 / self.temperature;
@@ -180,40 +186,6 @@ impl Sampling {
         let counter = purpose << 32 | position as u64;
         let bits = mix(mix(self.seed ^ 0x3c6e_f372_fe94_f82b).wrapping_add(mix(counter)));
         (bits >> 11) as f64 / (1u64 << 53) as f64
-    }
-}
-
-fn argmax(logits: &[f32]) -> Result<u32> {
-    // In lanes, which vectorise: a vocabulary has a quarter of a million tokens.
-    const LANES: usize = 16;
-    let (mut best, mut nan) = ([f32::NEG_INFINITY; LANES], [false; LANES]);
-    let mut take = |lane: usize, l: f32| {
-        best[lane] = if l > best[lane] { l } else { best[lane] };
-        nan[lane] |= l.is_nan();
-    };
-    let chunks = logits.chunks_exact(LANES);
-    let rest = chunks.remainder();
-    for chunk in chunks {
-        for (lane, l) in chunk.iter().enumerate() {
-            take(lane, *l);
-        }
-    }
-    for (lane, l) in rest.iter().enumerate() {
-        take(lane, *l);
-    }
-    if nan.contains(&true) {
-        let token = logits.iter().position(|l| l.is_nan()).unwrap_or(0);
-        let what =
-            format!("the logit of token {token} is NaN: the weights or the dtype are at fault");
-        return Err(Error::argument("sampling", what));
-    }
-    let top = best.into_iter().fold(f32::NEG_INFINITY, f32::max);
-    match logits.iter().position(|l| *l == top) {
-        Some(token) if top > f32::NEG_INFINITY => Ok(token as u32),
-        _ => Err(Error::argument(
-            "sampling",
-            "no token has a logit above -inf",
-        )),
     }
 }
 

@@ -1,9 +1,9 @@
 //! Whether a draft head knows its trunk, before anybody waits for its drafts.
 
-use candle_core::{Tensor, D};
+use candle_core::Tensor;
 
 use crate::error::Result;
-use crate::ops::Context;
+use crate::ops::{argmax, Context};
 use crate::qwen3_5::{DraftRows, Keep, Model, Rows};
 
 /// How often head and trunk say the same, on a text.
@@ -51,10 +51,10 @@ pub fn check_head(model: &Model, cx: &Context, tokens: &[u32]) -> Result<Option<
             keep: Keep::Commit,
         }],
     )?;
-    let argmax = |hidden: &Tensor| -> Result<Vec<u32>> {
-        Ok(model.logits(cx, hidden)?.argmax(D::Minus1)?.to_vec1()?)
+    let best = |hidden: &Tensor| -> Result<Vec<u32>> {
+        Ok(argmax(cx, &model.logits(cx, hidden)?)?.to_vec1()?)
     };
-    let trunk = argmax(&hidden)?;
+    let trunk = best(&hidden)?;
     // Row t of the head sees the trunk's row t and token t + 1, and predicts token t + 2 as row t + 1 of the trunk does.
     let rows = tokens.len() - 1;
     let out = model.draft(
@@ -66,7 +66,7 @@ pub fn check_head(model: &Model, cx: &Context, tokens: &[u32]) -> Result<Option<
             positions: &positions[..rows],
         }],
     )?;
-    let head = argmax(&out)?;
+    let head = best(&out)?;
     let same = head.iter().zip(&trunk[1..]).filter(|(a, b)| a == b).count();
     let mut sorted = trunk[1..].to_vec();
     sorted.sort_unstable();

@@ -9,6 +9,7 @@ use super::controller::{Controller, Depth};
 use super::cycle::{self, Ends, Step};
 use super::history::{History, LogitsProcessor};
 use super::ngram::Drafter;
+use super::row;
 use super::sampling::Sampling;
 use super::stats::DecodeStats;
 use crate::error::{Error, Result};
@@ -121,13 +122,14 @@ impl Session {
             options.depth = Depth::Off;
         }
         let position = cache.next_position();
-        let row = position
+        let last_position = position
             .checked_sub(1)
             .ok_or_else(|| Error::Prompt("empty: nothing was prefilled".into()))?;
         let mut history = History::new(&options.prompt);
-        let logits = cycle::logits(model, cx, last_hidden)?;
-        let mut logits = logits.into_iter().next().unwrap_or_default();
-        let next = cycle::draw(&options, &history, &mut logits, position)?;
+        let said = row::rows(model, cx, last_hidden, &[row::is_greedy(&options)])?;
+        let said = said.into_iter().next();
+        let said = said.ok_or_else(|| Error::argument("session", "no row to draw from"))?;
+        let next = said.draw(&options, &history, position)?;
         history.push(next);
         let controller = match options.depth {
             Depth::Adaptive { max } if max > 0 => Some(match options.controller.take() {
@@ -153,7 +155,7 @@ impl Session {
             unfed: Unfed {
                 hidden: last_hidden.clone(),
                 tokens: vec![next],
-                positions: vec![row],
+                positions: vec![last_position],
             },
             emitted: 0,
             finished: None,

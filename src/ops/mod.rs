@@ -5,6 +5,7 @@
 //! integers, and gives row `r` of an `M`-row call the bits that the same row gets alone.
 
 pub mod affine_matmul;
+pub mod argmax;
 pub mod attention;
 mod check;
 mod context;
@@ -24,6 +25,7 @@ mod vector;
 pub(crate) use launch::wanted as on_launches;
 
 pub use affine_matmul::{gate_up_silu, matmul, matmul_grouped};
+pub use argmax::argmax;
 pub use attention::attention;
 pub use context::Context;
 pub use gated_delta::gated_delta;

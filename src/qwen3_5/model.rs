@@ -444,6 +444,20 @@ impl Model {
         Ok(rows.into_iter().map(spread).collect())
     }
 
+    /// The most likely token of each row over a smaller vocabulary.
+    pub(crate) fn draft_tokens(
+        &self,
+        cx: &Context,
+        hidden: &Tensor,
+        vocabulary: &DraftVocabulary,
+    ) -> Result<Vec<Result<u32>>> {
+        let logits = self.in_pool(|| ops::matmul(cx, hidden, &vocabulary.weight))?;
+        let best = ops::argmax::tokens(cx, &logits)?.into_iter();
+        Ok(best
+            .map(|best| best.map(|i| vocabulary.ids[i as usize]))
+            .collect())
+    }
+
     /// Runs rows through the draft head, appends them to its cache and returns its output after `mtp.norm`,
     /// `[total rows, hidden]`.
     pub fn draft(&self, cx: &Context, batch: &mut [DraftRows]) -> Result<Tensor> {

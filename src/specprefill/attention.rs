@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::scorer::{Scorer, ScorerInput, Scores};
 use super::Progress;
 use crate::error::{Error, Result};
+use crate::ops::argmax;
 use crate::ops::attention::attention_probabilities;
 use crate::qwen3_5::{Cache, Capture, Keep, Rows, Wanted};
 
@@ -151,7 +152,8 @@ impl AttentionScorer {
                 };
                 let row = rows.narrow(0, rows.dim(0)? - 1, 1)?;
                 let logits = input.draft.logits(input.cx, &row)?;
-                let next = logits.argmax(1)?.to_vec1::<u32>()?[0];
+                let best = argmax::tokens(input.cx, &logits)?.into_iter().next();
+                let next = best.ok_or_else(|| Error::Draft("its pass gave no logits".into()))??;
                 lookahead.push(next);
                 hidden = feed(input, cache, &[next], Wanted::Last, Some(&mut capture))?;
                 queries.push((std::mem::take(&mut capture.queries), None));

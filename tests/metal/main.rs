@@ -1,6 +1,7 @@
 //! Every Metal kernel, through the very launches that the ops hand to the GPU, on the emulator: numbers against the CPU op and
 //! f64, rows bitwise as they are alone, in fast mode and in checked mode (races, bounds, uninitialised reads and more).
 
+mod argmax;
 mod attention;
 mod elementwise;
 mod gated_delta;
