@@ -32,6 +32,11 @@ impl Fault {
         }
     }
 
+    /// Whether no connection came about at all, which waiting seldom mends.
+    pub fn is_connect(&self) -> bool {
+        matches!(self, Self::Request(HFError::Request { source, .. }) if source.is_connect())
+    }
+
     /// How long the hub asks to wait.
     pub fn wait(&self) -> Option<Duration> {
         match self {
@@ -74,8 +79,12 @@ impl Fault {
                     context.status,
                     context.server_message.as_ref().map_or(String::new(), |m| format!(": {m}"))
                 ),
+                HFError::Request { source, .. } if source.is_connect() => format!(
+                    "no such folder here, and {endpoint} cannot be reached ({}): check the name and the network; with HF_HUB_OFFLINE=1 the cache alone is used",
+                    causes(source)
+                ),
                 HFError::Request { source, .. } => format!(
-                    "{endpoint} cannot be reached or broke off ({}): try again, what has arrived is kept; with HF_HUB_OFFLINE=1 the cache alone is used",
+                    "the connection to {endpoint} broke off ({}): try again, what has arrived is kept",
                     causes(source)
                 ),
                 other => other.to_string(),

@@ -27,6 +27,7 @@ const COMPANIONS: [&str; 6] = [
     "chat_template.json",
 ];
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
+const CONNECT_RETRIES: usize = 2;
 /// Without a byte for so long, a connection is dead.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
 const FIRST_WAIT: Duration = Duration::from_millis(500);
@@ -155,7 +156,11 @@ impl<'a> Fetch<'a> {
 
     /// Whether to send a request again that has failed `failures` times before this; waits if so.
     fn may_retry(&self, fault: &Fault, failures: usize) -> bool {
-        if !fault.is_transient() || failures >= self.hub.retries {
+        let retries = match fault.is_connect() {
+            true => self.hub.retries.min(CONNECT_RETRIES),
+            false => self.hub.retries,
+        };
+        if !fault.is_transient() || failures >= retries {
             return false;
         }
         let wait = FIRST_WAIT * (1 << failures.min(6));
