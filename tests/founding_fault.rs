@@ -4,25 +4,15 @@
 
 mod support;
 
-use std::path::Path;
-
 use candle_core::{DType, Device, Tensor};
 use candle_specprefill::mtp::{prefill, PrefillOptions};
 use candle_specprefill::ops::affine_matmul::Weight;
 use candle_specprefill::ops::rope::Rope;
 use candle_specprefill::ops::routes::RouteCounts;
 use candle_specprefill::ops::{self, Context};
-use candle_specprefill::qwen3_5::{Cache, DraftRows, Keep, LoadOptions, Model, Rows};
+use candle_specprefill::qwen3_5::{Cache, DraftRows, Keep, Model, Rows};
 use candle_specprefill::Error;
-
-fn target(dtype: DType) -> Model {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/tiny/target");
-    let options = LoadOptions {
-        dtype,
-        ..Default::default()
-    };
-    Model::load(dir, &options).unwrap()
-}
+use support::tiny;
 
 /// Reads `kept` of `tokens`, then drafts and verifies for some cycles; the routes of what came after the prompt.
 fn decode_routes(model: &Model, tokens: &[u32], kept: Option<&[u32]>) -> (RouteCounts, Cache) {
@@ -61,7 +51,7 @@ fn decode_routes(model: &Model, tokens: &[u32], kept: Option<&[u32]>) -> (RouteC
 #[test]
 fn decoding_after_a_sparse_prefill_takes_the_routes_of_a_dense_one() {
     for dtype in [DType::BF16, DType::F16, DType::F32] {
-        let model = target(dtype);
+        let model = tiny(dtype);
         let tokens: Vec<u32> = (0..400).map(|i| (i * 97 + 5) % 4000).collect();
         let kept: Vec<u32> = (0..32).chain(128..160).chain(336..400).collect();
         let (sparse, sparse_cache) = decode_routes(&model, &tokens, Some(&kept));

@@ -2,28 +2,14 @@
 
 mod support;
 
-use std::path::{Path, PathBuf};
-
 use candle_core::{DType, Tensor};
 use candle_specprefill::mtp::{
     prefill, Depth, Drafter, FinishReason, NGram, PrefillOptions, Sampling, Session, SessionOptions,
 };
 use candle_specprefill::ops::Context;
 use candle_specprefill::pipeline::TextTokenizer;
-use candle_specprefill::qwen3_5::{Cache, LoadOptions, Model};
-use support::{load, same_bits, same_contents, same_draft};
-
-fn tiny_dir() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/tiny/target")
-}
-
-fn tiny() -> Model {
-    let options = LoadOptions {
-        dtype: DType::BF16,
-        ..Default::default()
-    };
-    Model::load(tiny_dir(), &options).unwrap()
-}
+use candle_specprefill::qwen3_5::{Cache, Model};
+use support::{load, same_bits, same_contents, same_draft, tiny, tiny_dir};
 
 fn prompt(length: usize, seed: u32, vocab: u32) -> Vec<u32> {
     let next = |s: &u32| Some(s.wrapping_mul(1_664_525).wrapping_add(1_013_904_223));
@@ -177,7 +163,7 @@ fn prompts(tokenizer: &TextTokenizer) -> Vec<Vec<u32>> {
 
 #[test]
 fn every_depth_gives_the_text_of_plain_decoding() {
-    let model = tiny();
+    let model = tiny(DType::BF16);
     let tokenizer = TextTokenizer::read(tiny_dir()).unwrap();
     let cx = Context::default();
     let mut accepted = 0;
@@ -223,7 +209,7 @@ fn every_depth_gives_the_text_of_plain_decoding() {
 
 #[test]
 fn a_second_turn_is_as_if_all_was_fed_at_once() {
-    let model = tiny();
+    let model = tiny(DType::BF16);
     let tokenizer = TextTokenizer::read(tiny_dir()).unwrap();
     let cx = Context::default();
     let o = PrefillOptions::default();
@@ -249,7 +235,7 @@ fn a_second_turn_is_as_if_all_was_fed_at_once() {
 
 #[test]
 fn sampled_text_at_a_seed_is_the_same_at_every_depth() {
-    let model = tiny();
+    let model = tiny(DType::BF16);
     let tokenizer = TextTokenizer::read(tiny_dir()).unwrap();
     for text in [PROMPTS[0], PROMPTS[2], PROMPTS[5]] {
         let prompt = chat(&tokenizer, text);
@@ -289,7 +275,7 @@ fn random_weights_reject_every_draft_and_change_nothing() {
 
 #[test]
 fn ends_fall_exactly_where_plain_decoding_ends() {
-    let model = tiny();
+    let model = tiny(DType::BF16);
     let prompt = prompt(10, 7, 4096);
     let greedy = Sampling::default;
     let line = decode(&model, &prompt, options(0, greedy(), 24)).tokens;

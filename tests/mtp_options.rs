@@ -2,8 +2,6 @@
 
 mod support;
 
-use std::path::{Path, PathBuf};
-
 use candle_core::{DType, Tensor};
 use candle_specprefill::mtp::{
     check_head, prefill, step_all, Acceptance, Depth, Drafter, FinishReason, LogitsProcessor,
@@ -11,20 +9,8 @@ use candle_specprefill::mtp::{
 };
 use candle_specprefill::ops::Context;
 use candle_specprefill::pipeline::TextTokenizer;
-use candle_specprefill::qwen3_5::{Cache, LoadOptions, Model};
-use support::{load, same_contents};
-
-fn tiny_dir() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/tiny/target")
-}
-
-fn tiny() -> Model {
-    let options = LoadOptions {
-        dtype: DType::BF16,
-        ..Default::default()
-    };
-    Model::load(tiny_dir(), &options).unwrap()
-}
+use candle_specprefill::qwen3_5::{Cache, Model};
+use support::{load, same_contents, tiny, tiny_dir};
 
 fn chat(text: &str) -> Vec<u32> {
     let tokenizer = TextTokenizer::read(tiny_dir()).unwrap();
@@ -82,7 +68,7 @@ const DEPTHS: [Depth; 4] = [
 
 #[test]
 fn penalties_biases_and_constraints_see_the_history_of_plain_decoding() {
-    let model = tiny();
+    let model = tiny(DType::BF16);
     let prompt = chat("Tell me about garbage collection.");
     // Every token must differ from the two before it, and in parity from the one before.
     let constrained = LogitsProcessor::new(|tokens, logits| {
@@ -138,7 +124,7 @@ fn penalties_biases_and_constraints_see_the_history_of_plain_decoding() {
 
 #[test]
 fn copies_are_verified_like_drafts() {
-    let model = tiny();
+    let model = tiny(DType::BF16);
     let text = "The lock is held until the end of the transaction, and the log is written before the data pages are.";
     let prompt = chat(&format!("Copy this paragraph exactly:\n\n{text}"));
     let (plain, _) = decode(&model, &prompt, options(Depth::Off, 40));
@@ -174,7 +160,7 @@ fn copies_are_verified_like_drafts() {
 
 #[test]
 fn nothing_after_a_stop_is_committed() {
-    let model = tiny();
+    let model = tiny(DType::BF16);
     let cx = Context::default();
     let prompt =
         chat("Repeat the following text:\n\none two three four five six seven eight nine ten");
@@ -202,7 +188,7 @@ fn nothing_after_a_stop_is_committed() {
 
 #[test]
 fn block_verification_is_greedy_decoding_at_temperature_0_and_sampling_above() {
-    let model = tiny();
+    let model = tiny(DType::BF16);
     let prompt = chat("Tell me about the sea.");
     let block = |depth, sampling| SessionOptions {
         acceptance: Acceptance::Block,
@@ -279,7 +265,7 @@ fn block_verification_follows_the_models_distribution() {
 
 #[test]
 fn sequences_share_passes_and_get_what_they_get_alone() {
-    let model = tiny();
+    let model = tiny(DType::BF16);
     let cx = Context::default();
     let prompts = [
         chat("Define the word \"harbour\"."),
@@ -338,7 +324,7 @@ fn sequences_share_passes_and_get_what_they_get_alone() {
 
 #[test]
 fn one_sequences_failure_is_its_own() {
-    let model = tiny();
+    let model = tiny(DType::BF16);
     let cx = Context::default();
     let prompt = chat("Tell me about the sea.");
     let nothing = LogitsProcessor::new(|tokens, logits| {
@@ -391,7 +377,9 @@ fn a_parked_head_stays_complete() {
 fn a_head_that_knows_nothing_is_found_out() {
     let cx = Context::default();
     let tokens = chat("The water cycle describes how water moves between the sea, the air and the land, and back again.");
-    let check = check_head(&tiny(), &cx, &tokens).unwrap().unwrap();
+    let check = check_head(&tiny(DType::BF16), &cx, &tokens)
+        .unwrap()
+        .unwrap();
     assert!(check.passed(), "{check:?}");
     let random = load("dense", DType::F32);
     let tokens: Vec<u32> = tokens.iter().map(|t| t % 256).collect();
@@ -402,7 +390,7 @@ fn a_head_that_knows_nothing_is_found_out() {
 
 #[test]
 fn a_smaller_draft_vocabulary_changes_no_token() {
-    let model = tiny();
+    let model = tiny(DType::BF16);
     let cx = Context::default();
     let prompt = chat("Define the word \"harbour\".");
     let (plain, _) = decode(&model, &prompt, options(Depth::Off, 30));
@@ -451,7 +439,7 @@ fn a_smaller_draft_vocabulary_changes_no_token() {
 
 #[test]
 fn greedy_tokens_are_those_of_the_logits_without_reading_them() {
-    let model = tiny();
+    let model = tiny(DType::BF16);
     let (prompt, cx) = (chat("Define the word \"harbour\"."), Context::default());
     let half: Vec<u32> = (0..4096).step_by(2).collect();
     let vocabulary = std::sync::Arc::new(model.draft_vocabulary(&half).unwrap());

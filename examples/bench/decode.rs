@@ -3,23 +3,18 @@
 use std::time::Instant;
 
 use anyhow::Result;
-use candle_specprefill::hub::ModelSource;
 use candle_specprefill::ops::Context;
-use candle_specprefill::qwen3_5::{Cache, Keep, LoadOptions, Model, Rows};
+use candle_specprefill::qwen3_5::{Cache, Keep, Rows};
 use serde_json::json;
 
 use crate::bandwidth::read_bandwidth;
-use crate::common::model::{hub, or_embedded, Dtype};
+use crate::model;
 
 /// What to measure.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A folder, or owner/name[@revision] on the hub [default: the embedded target]; make_checkpoint makes one of any size
-    #[arg(long, value_name = "MODEL")]
-    model: Option<ModelSource>,
-    /// Dtype of activations
-    #[arg(long, value_enum, default_value = "bf16")]
-    dtype: Dtype,
+    #[command(flatten)]
+    model: model::Args,
     /// Rows of a pass
     #[arg(long, value_delimiter = ',', default_value = "1,2,3,4,6,8")]
     rows: Vec<usize>,
@@ -36,13 +31,8 @@ pub struct Args {
 
 /// Runs the measurement and prints it.
 pub fn run(args: &Args) -> Result<()> {
-    let dir = or_embedded(&args.model).resolve(&hub(false))?;
-    let options = LoadOptions {
-        dtype: args.dtype.into(),
-        ..Default::default()
-    };
     let started = Instant::now();
-    let model = Model::load(&dir, &options)?;
+    let (_, model) = args.model.load()?;
     let load_s = started.elapsed().as_secs_f64();
     let (cx, vocab) = (Context::default(), model.config().vocab_size as u32);
     let mut cache = model.new_cache()?;

@@ -5,6 +5,7 @@ mod bandwidth;
 mod common;
 mod decode;
 mod matmul;
+mod model;
 mod mtp;
 
 use clap::{Parser, Subcommand};

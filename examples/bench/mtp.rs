@@ -4,26 +4,21 @@ use std::time::Instant;
 
 use anyhow::{Context as _, Result};
 use candle_core::Tensor;
-use candle_specprefill::hub::ModelSource;
 use candle_specprefill::mtp::{
     prefill, Controller, Depth, Drafter, NGram, PrefillOptions, Session, SessionOptions, MAX_DEPTH,
 };
 use candle_specprefill::ops::Context;
 use candle_specprefill::pipeline::{ChatTemplate, Message, TextTokenizer};
-use candle_specprefill::qwen3_5::{Cache, LoadOptions, Model};
+use candle_specprefill::qwen3_5::{Cache, Model};
 use serde_json::json;
 
-use crate::common::model::{hub, or_embedded, Dtype};
+use crate::model;
 
 /// What to measure.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A folder, or owner/name[@revision] on the hub [default: the embedded target]
-    #[arg(long, value_name = "MODEL")]
-    model: Option<ModelSource>,
-    /// Dtype of activations
-    #[arg(long, value_enum, default_value = "bf16")]
-    dtype: Dtype,
+    #[command(flatten)]
+    model: model::Args,
     /// Most tokens of an answer
     #[arg(long, default_value_t = 96)]
     max_tokens: usize,
@@ -121,12 +116,7 @@ impl Bench<'_> {
 
 /// Runs the measurement and prints it.
 pub fn run(args: &Args) -> Result<()> {
-    let dir = or_embedded(&args.model).resolve(&hub(false))?;
-    let options = LoadOptions {
-        dtype: args.dtype.into(),
-        ..Default::default()
-    };
-    let model = Model::load(&dir, &options)?;
+    let (dir, model) = args.model.load()?;
     if !model.has_mtp() {
         anyhow::bail!("{} has no MTP head", dir.display());
     }

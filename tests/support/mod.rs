@@ -15,6 +15,20 @@ pub fn golden(path: &str) -> PathBuf {
         .join(path)
 }
 
+/// The folder of the embedded target.
+pub fn tiny_dir() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/tiny/target")
+}
+
+/// The embedded target.
+pub fn tiny(dtype: DType) -> Model {
+    let options = LoadOptions {
+        dtype,
+        ..Default::default()
+    };
+    Model::load(tiny_dir(), &options).expect("the embedded target")
+}
+
 /// The tensors of a golden file.
 pub fn tensors(path: &str) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(golden(path), &Device::Cpu).expect(path)
