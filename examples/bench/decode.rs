@@ -8,13 +8,13 @@ use candle_specprefill::qwen3_5::{Cache, Keep, Rows};
 use serde_json::json;
 
 use crate::bandwidth::read_bandwidth;
-use crate::model;
+use crate::model::ModelArgs;
 
 /// What to measure.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    model: model::Args,
+    model: ModelArgs,
     /// Rows of a pass
     #[arg(long, value_delimiter = ',', default_value = "1,2,3,4,6,8")]
     rows: Vec<usize>,

@@ -10,7 +10,7 @@ use crate::common::model::{hub, or_embedded, Dtype};
 
 /// A model and its dtype.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct ModelArgs {
     /// A folder, or owner/name[@revision] on the hub [default: the embedded target]; make_checkpoint makes one of any size
     #[arg(long, value_name = "MODEL")]
     model: Option<ModelSource>,
@@ -22,7 +22,7 @@ pub struct Args {
     offline: bool,
 }
 
-impl Args {
+impl ModelArgs {
     /// Loads it; its folder comes along.
     pub fn load(&self) -> Result<(PathBuf, Model)> {
         let dir = or_embedded(&self.model).resolve(&hub(self.offline))?;

@@ -12,13 +12,13 @@ use candle_specprefill::pipeline::{ChatTemplate, Message, TextTokenizer};
 use candle_specprefill::qwen3_5::{Cache, Model};
 use serde_json::json;
 
-use crate::model;
+use crate::model::ModelArgs;
 
 /// What to measure.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    model: model::Args,
+    model: ModelArgs,
     /// Most tokens of an answer
     #[arg(long, default_value_t = 96)]
     max_tokens: usize,
