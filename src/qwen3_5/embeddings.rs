@@ -39,7 +39,7 @@ impl Model {
             Some(id) => Err(Error::Prompt(format!(
                 "token id {id} is outside the vocabulary of {vocab}"
             ))),
-            None => self.embed(tokens),
+            None => self.embed(&Context::default(), tokens),
         }
     }
 

@@ -301,7 +301,7 @@ impl Model {
         }
         let tokens: Vec<u32> = batch.iter().flat_map(|r| r.tokens).copied().collect();
         let positions: Vec<u32> = batch.iter().flat_map(|r| r.positions).copied().collect();
-        let x = self.embed(&tokens)?;
+        let x = self.embed(cx, &tokens)?;
         let positions = Tensor::new(positions, &self.device)?;
         let packed = batch.iter_mut().map(|r| Packed {
             cache: r.cache,
@@ -504,7 +504,7 @@ impl Model {
         };
         let tokens: Vec<u32> = batch.iter().flat_map(|r| r.tokens).copied().collect();
         let positions: Vec<u32> = batch.iter().flat_map(|r| r.positions).copied().collect();
-        let embeddings = self.embed(&tokens)?;
+        let embeddings = self.embed(cx, &tokens)?;
         let positions = Tensor::new(positions, &self.device)?;
         let spans = batch.iter_mut().filter_map(|r| {
             let filled = r.cache.draft_rows();
@@ -530,8 +530,8 @@ impl Model {
         Ok(out)
     }
 
-    pub(super) fn embed(&self, tokens: &[u32]) -> Result<Tensor> {
-        self.embedding.embed(tokens, self.dtype)
+    pub(super) fn embed(&self, cx: &Context, tokens: &[u32]) -> Result<Tensor> {
+        ops::affine_matmul::embed(cx, &self.embedding, tokens, self.dtype)
     }
 
     fn check_rows(&self, tokens: &[u32], positions: &[u32]) -> Result<()> {

@@ -4,6 +4,7 @@
 mod argmax;
 mod attention;
 mod elementwise;
+mod embed;
 mod gated_delta;
 mod matmul;
 mod matrix;

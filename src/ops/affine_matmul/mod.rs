@@ -10,6 +10,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod device;
+mod embed;
 mod metal;
 #[cfg(target_arch = "aarch64")]
 mod neon;
@@ -32,6 +33,7 @@ use policy::metal::Form;
 use policy::{choose, Call, Isa, Kernel};
 use run::{Job, Operands, Output};
 
+pub use embed::embed;
 pub use reference::reference;
 
 const OP: &str = "affine_matmul";
@@ -168,27 +170,6 @@ impl Weight {
         let views = (0..parts.len()).map(|i| Ok(on(n, all.narrow(i * n, n)?)));
         let views = views.collect::<Result<Vec<_>>>()?;
         Ok(Some((on(n * parts.len(), all), views)))
-    }
-
-    /// Rows of the weight as embeddings `[ids.len(), k]` of `dtype`. An id past the last row is an error.
-    pub fn embed(&self, ids: &[u32], dtype: DType) -> Result<Tensor> {
-        if let Some(id) = ids.iter().find(|id| **id as usize >= self.n) {
-            return Err(Error::Prompt(format!(
-                "token {id} is outside the vocabulary of {}",
-                self.n
-            )));
-        }
-        let mut values = Vec::with_capacity(ids.len() * self.k);
-        for id in ids.iter().map(|id| *id as usize) {
-            match &self.storage {
-                Storage::Affine(w) => values.extend(w.row(id)),
-                Storage::Dense(w) => values.extend(w.row(id)),
-                Storage::Device(w) => {
-                    return Ok(w.rows(ids)?.to_dtype(dtype)?.to_device(w.device())?);
-                }
-            }
-        }
-        Ok(Tensor::from_vec(values, (ids.len(), self.k), &Device::Cpu)?.to_dtype(dtype)?)
     }
 
     /// The tensors that launches read.
