@@ -10,7 +10,7 @@ use super::row::{self, Row};
 use super::session::{Acceptance, Session, SessionOptions};
 use super::Depth;
 use crate::error::Result;
-use crate::ops::Context;
+use crate::ops::{memory, Context};
 use crate::qwen3_5::{DraftRows, Keep, Model, Rows};
 
 /// Rows that a verified pass may have beside the first: copies are longer than the head's drafts.
@@ -139,6 +139,12 @@ fn cycle(model: &Model, cx: &Context, steps: &mut [Step]) -> Result<Vec<Result<V
     }
     for (i, ..) in &observed {
         steps[*i].session.catch_up(model, cx)?;
+    }
+    if observed
+        .iter()
+        .any(|(i, ..)| steps[*i].session.finished.is_some())
+    {
+        memory::settle(model.device())?;
     }
     let accepted = accept.elapsed().as_secs_f64();
     let all = start.elapsed().as_secs_f64();

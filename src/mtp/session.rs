@@ -13,7 +13,7 @@ use super::row;
 use super::sampling::Sampling;
 use super::stats::DecodeStats;
 use crate::error::{Error, Result};
-use crate::ops::Context;
+use crate::ops::{memory, Context};
 use crate::qwen3_5::{Cache, DraftRows, DraftVocabulary, Model};
 
 /// Rows that the draft head may lag behind while nobody drafts; then it sees them in one pass, keys and values alone.
@@ -126,9 +126,12 @@ impl Session {
             .checked_sub(1)
             .ok_or_else(|| Error::Prompt("empty: nothing was prefilled".into()))?;
         let mut history = History::new(&options.prompt);
-        let said = row::rows(model, cx, last_hidden, &[row::is_greedy(&options)])?;
+        let greedy = [row::is_greedy(&options)];
+        let said = memory::pooled(|| row::rows(model, cx, last_hidden, &greedy))?;
         let said = said.into_iter().next();
         let said = said.ok_or_else(|| Error::argument("session", "no row to draw from"))?;
+        // The prompt is read: nothing is under way any more.
+        memory::settle(model.device())?;
         let next = said.draw(&options, &history, position)?;
         history.push(next);
         let controller = match options.depth {

@@ -3,6 +3,28 @@
 //! candle runs all kernels through one concurrent encoder without hazard tracking and orders them by what is bound as input
 //! and as output, so reads and writes are bound as such. The guard of the encoder holds the device's lock: all buffers
 //! are made before it is taken, and nothing else happens while it is held.
+//!
+//! Faults of candle 0.11.1's Metal path, by its issues or its source, and what this crate does. Read, not run: see the README.
+//!
+//! | fault | here |
+//! |---|---|
+//! | objects that calls autorelease live as long as the thread (#2271) | a pool around every pass and cycle, every [`run`] and every upload ([`memory::pooled`]) |
+//! | the pool of buffers rounds up to powers of two (#3464, #3197) | what stays (weights, keys and values) is uploaded, which keeps its size ([`memory::place`]); the rest goes at each read-back |
+//! | `new_private_buffer` has the right size, but the residency set keeps it for ever | not used |
+//! | an upload of a view takes the whole storage | [`memory::place`] copies the view first |
+//! | a read-back reports errors of the last command buffer alone | [`memory::settle`] when a prompt is read, scored, or a text has ended, not after every cycle: candle's wait forgets the fences of other threads' encoders |
+//! | a read-back waits for the GPU | greedy tokens, embeddings and experts of a decode pass are found on the device; one read-back of a few numbers a pass |
+//! | `arg_sort` is wrong above 1024 columns (#2570) | no sort on a device; `argmax` and `moe::route` are kernels of this crate |
+//! | `argmax` says nothing of NaN, and its ties are not documented | the first of equals; a NaN is reported |
+//! | matmul refuses strided operands (#1948 and others); quantized ones are slow at 2 to 8 rows and misread f16 (#3898, #3856) | own kernels; candle's matmul only for plain weights whose K is no multiple of 8, counted as a fallback |
+//! | RoPE tables in bf16, no f64 to f16 cast (#3520, #3461) | angles are f32 inside the kernel; no f64 tensor on a device |
+//! | RMSNorm wants weights of x's dtype | own kernel, f32 weights |
+//! | in-place ops on one storage are refused, or hang before 0.11.1 (#3227) | kernels write to new buffers; keys and values are set from other tensors |
+//! | `candle-nn` without its `metal` feature has no kernels (#2184) | the feature `metal` switches it on |
+//! | a cache of pipelines that mixes libraries (#3760) | keys are device, file, kernel and constants; a kernel's text is the same in every library of its file |
+//! | threadgroup memory in multiples of 16 bytes, 32 KiB in all; pipelines that take fewer threads than asked | [`Launch::check`] and `Launch::threadgroup_memory`; an error, not a wrong result |
+//! | names like `bfloat16_t` clash in newer toolchains (#3321) | plain `half` and `bfloat`, and those only from MSL 3.1 on |
+//! | strided reductions of five dimensions (#3873) | none on a device |
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -17,6 +39,7 @@ use candle_metal_kernels::metal::{
 use objc2_metal::{MTLCompileOptions, MTLSize};
 
 use super::launch::{Argument, Constant, Grid, Launch, Place, Plan};
+use super::memory;
 use crate::error::{Error, Result};
 
 /// Device, file and macros.
@@ -113,6 +136,10 @@ fn size([width, height, depth]: [usize; 3]) -> MTLSize {
 
 /// Runs a checked plan on `operands`, which must all be on `device`.
 pub(super) fn run(device: &MetalDevice, plan: &Plan, operands: &[&Tensor]) -> Result<Vec<Tensor>> {
+    memory::pooled(|| encode_all(device, plan, operands))
+}
+
+fn encode_all(device: &MetalDevice, plan: &Plan, operands: &[&Tensor]) -> Result<Vec<Tensor>> {
     let guards: Vec<_> = operands.iter().map(|x| x.storage_and_layout().0).collect();
     let mut inputs = Vec::with_capacity(operands.len());
     for guard in &guards {

@@ -13,6 +13,7 @@ mod cpu;
 pub mod gated_delta;
 pub mod gates;
 pub mod launch;
+pub(crate) mod memory;
 #[cfg(feature = "metal")]
 mod metal;
 pub mod moe;

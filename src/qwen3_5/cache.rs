@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
 use crate::ops::gated_delta::{GatedDeltaDims, GatedDeltaState, Keep};
+use crate::ops::memory;
 
 use super::config::{LayerType, TextConfig};
 
@@ -23,7 +24,7 @@ pub(crate) struct KeyValues {
 
 impl KeyValues {
     fn new(kv_heads: usize, head_dim: usize, dtype: DType, device: &Device) -> Result<Self> {
-        let empty = || Tensor::zeros((kv_heads, GROWTH, head_dim), dtype, device);
+        let empty = || memory::zeros((kv_heads, GROWTH, head_dim), dtype, device);
         Ok(Self {
             keys: empty()?,
             values: empty()?,
@@ -44,7 +45,7 @@ impl KeyValues {
             .next_multiple_of(GROWTH);
         let grow = |old: &Tensor| -> Result<Tensor> {
             let (heads, _, dim) = old.dims3()?;
-            let new = Tensor::zeros((heads, capacity, dim), old.dtype(), old.device())?;
+            let new = memory::zeros((heads, capacity, dim), old.dtype(), old.device())?;
             if filled > 0 {
                 new.slice_set(&old.narrow(1, 0, filled)?.contiguous()?, 1, 0)?;
             }

@@ -283,7 +283,7 @@ impl Model {
     pub(crate) fn in_pool<R: Send>(&self, pass: impl FnOnce() -> R + Send) -> R {
         match self.device {
             Device::Cpu => rayon::scope(|_| pass()),
-            _ => pass(),
+            _ => ops::memory::pooled(pass),
         }
     }
 

@@ -18,7 +18,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::ops::Context;
+use crate::ops::{memory, Context};
 use crate::qwen3_5::Model;
 
 pub use admit::{admit, OnFailure, Reason};
@@ -144,7 +144,8 @@ pub fn score(
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Scores> {
     scorer.validate()?;
-    let scores = scorer.score(input, progress)?;
+    let scores = memory::pooled(|| scorer.score(input, progress))?;
+    memory::settle(input.draft.device())?;
     let (found, tokens) = (scores.importance.len(), input.tokens.len());
     if found != tokens {
         let what = format!("the scorer gave {found} scores for {tokens} tokens");

@@ -5,6 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use super::packed::{Affine, Dense, Float};
 use crate::affine::AffineFormat;
 use crate::error::Result;
+use crate::ops::memory;
 
 /// A weight's tensors, contiguous.
 #[derive(Clone, Debug)]
@@ -33,11 +34,10 @@ impl OnDevice {
             true => scales.dtype(),
             false => DType::F32,
         };
-        let put = |t: &Tensor| t.contiguous()?.to_device(device)?.force_contiguous();
         Ok(Self::Affine {
-            codes: put(codes)?,
-            scales: put(&scales.to_dtype(dtype)?)?,
-            biases: put(&biases.to_dtype(dtype)?)?,
+            codes: memory::place(codes, device)?,
+            scales: memory::place(&scales.to_dtype(dtype)?, device)?,
+            biases: memory::place(&biases.to_dtype(dtype)?, device)?,
             format,
         })
     }
@@ -62,7 +62,7 @@ impl OnDevice {
         }
         let all = |i: usize| {
             let each: Vec<_> = parts.iter().map(|p| p.tensors()[i]).collect();
-            Tensor::cat(&each, 0)
+            memory::stack_rows(&each)
         };
         Ok(Some(Self::Affine {
             codes: all(0)?,
@@ -92,8 +92,7 @@ impl OnDevice {
     }
 
     pub(super) fn dense(weight: &Tensor, device: &Device) -> Result<Self> {
-        let weight = weight.contiguous()?.to_device(device)?;
-        Ok(Self::Dense(weight.force_contiguous()?))
+        Ok(Self::Dense(memory::place(weight, device)?))
     }
 
     /// Unpacks a CPU weight, for launches that run on CPU tensors.
