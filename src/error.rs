@@ -105,6 +105,16 @@ pub enum Error {
         /// What is wrong, and what to do.
         what: String,
     },
+    /// Models would not fit in memory.
+    #[error("not enough memory: {what}: use a smaller model or context, or raise the limit (`memory_limit_bytes`, --force)")]
+    Memory {
+        /// Bytes that are needed.
+        needed: u64,
+        /// Bytes that may be used.
+        available: u64,
+        /// What takes them.
+        what: String,
+    },
     /// A draft model does not fit its target.
     #[error("draft model: {0}")]
     Draft(String),

@@ -47,6 +47,12 @@ pub struct ModelArgs {
     /// Fetch nothing: models on the hub come from its cache (as with HF_HUB_OFFLINE=1)
     #[arg(long)]
     pub offline: bool,
+    /// The longest sequence, prompt and answer, in tokens [default: the model's; memory is then counted for 32768]
+    #[arg(long, value_name = "TOKENS")]
+    pub context: Option<usize>,
+    /// Load the models even if they seem not to fit in memory
+    #[arg(long)]
+    pub force: bool,
 }
 
 impl ModelArgs {
@@ -63,6 +69,12 @@ impl ModelArgs {
             .hub(hub(self.offline));
         if let Some(draft) = draft {
             builder = builder.draft(draft);
+        }
+        if let Some(tokens) = self.context {
+            builder = builder.context(tokens);
+        }
+        if self.force {
+            builder = builder.memory_limit_bytes(u64::MAX);
         }
         Ok(builder.build()?)
     }

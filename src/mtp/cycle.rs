@@ -188,7 +188,7 @@ fn begin(model: &Model, step: &mut Step) -> (Plan, Option<Vec<u32>>) {
         return (Plan::default(), Some(tokens));
     }
     let position = session.cache.next_position();
-    let limit = model.config().max_position_embeddings as u32;
+    let limit = model.longest() as u32;
     if position >= limit {
         session.finished = Some(super::FinishReason::Length);
         return (Plan::default(), None);

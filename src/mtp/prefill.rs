@@ -113,11 +113,11 @@ fn check(tokens: &[u32], kept: &[u32], cache: &Cache, model: &Model) -> Result<(
     if tokens.is_empty() {
         return Err(Error::Prompt("empty: there is nothing to answer".into()));
     }
-    let limit = model.config().max_position_embeddings;
+    let limit = model.longest();
     let end = cache.next_position() as usize + tokens.len();
     if end > limit {
         return Err(Error::Prompt(format!(
-            "{end} tokens are more than the model's {limit} positions (max_position_embeddings): shorten the prompt"
+            "{end} tokens are more than the model's {limit} positions: shorten the prompt"
         )));
     }
     let vocab = model.config().vocab_size;

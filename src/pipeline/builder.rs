@@ -1,12 +1,13 @@
 //! Loading a target with its draft.
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device};
 
 use super::generation::{self, Generation};
+use super::memory::{self, MemoryEstimate};
 use super::prefix::PrefixStore;
 use super::reading::Reading;
 use super::spans::{self, RenderedPrompt, Selected};
@@ -17,7 +18,9 @@ use super::{
 use crate::hub::{Hub, ModelSource};
 use crate::mtp::{check_head, Controller};
 use crate::ops::Context;
-use crate::qwen3_5::{LoadOptions, Model};
+use crate::qwen3_5::checkpoint::Checkpoint;
+use crate::qwen3_5::config::Config;
+use crate::qwen3_5::{LoadOptions, Model, ModelMemory};
 use crate::specprefill::{check_draft, Costs, ScoreMemo, Scorer};
 use crate::{Error, Result};
 
@@ -33,6 +36,38 @@ pub struct Builder {
     scorer: Option<Arc<dyn Scorer>>,
     prefix_bytes: usize,
     draft_limit: Option<u64>,
+    memory_limit: Option<u64>,
+    context: Option<usize>,
+}
+
+/// Tokens that memory is counted for where nobody said how long sequences will be.
+const USUAL_CONTEXT: usize = 32_768;
+
+/// A model's folder, opened: nothing of its weights is read yet.
+struct Opened {
+    dir: PathBuf,
+    config: Config,
+    checkpoint: Checkpoint,
+    load: LoadOptions,
+}
+
+impl Opened {
+    fn memory(&self, context: usize) -> Result<ModelMemory> {
+        ModelMemory::new(&self.config, &self.checkpoint, &self.load, context)
+    }
+
+    /// The longest sequence that the model takes.
+    fn most(&self) -> usize {
+        self.config.text.max_position_embeddings
+    }
+
+    fn load(&self, context: Option<usize>) -> Result<Model> {
+        let model = Model::from_checkpoint(&self.config, &self.checkpoint, &self.load)?;
+        match context {
+            Some(context) => model.with_longest(context),
+            None => Ok(model),
+        }
+    }
 }
 
 /// What the MTP head is checked on.
@@ -89,47 +124,90 @@ impl Builder {
         self
     }
 
+    /// The longest sequence, prompt and answer, that will be asked for. Longer ones are refused, memory is counted for it, and
+    /// RoPE kinds whose frequencies depend on the length fit it. By default the target's own limit, with memory counted for
+    /// 32,768 tokens.
+    pub fn context(mut self, tokens: usize) -> Self {
+        self.context = Some(tokens);
+        self
+    }
+
+    /// Refuses models that need more bytes than this; by default what the system has available. `u64::MAX` loads whatever is
+    /// asked.
+    pub fn memory_limit_bytes(mut self, bytes: u64) -> Self {
+        self.memory_limit = Some(bytes);
+        self
+    }
+
+    /// What the models will need in memory. Fetches them from the hub where they are not in its cache, and loads nothing.
+    pub fn memory(&self) -> Result<MemoryEstimate> {
+        let (target, draft) = self.open()?;
+        self.estimate(&target, draft.as_ref())
+    }
+
+    fn open(&self) -> Result<(Opened, Option<Opened>)> {
+        let open = |source: &ModelSource, mtp| -> Result<Opened> {
+            let dir = source.resolve(&self.hub)?;
+            Ok(Opened {
+                config: Config::read(&dir)?,
+                checkpoint: Checkpoint::open(&dir)?,
+                load: LoadOptions {
+                    device: self.device.clone(),
+                    dtype: self.dtype,
+                    mtp,
+                },
+                dir,
+            })
+        };
+        let target = open(&self.target, true)?;
+        let draft = self.draft.as_ref().map(|draft| open(draft, false));
+        Ok((target, draft.transpose()?))
+    }
+
+    fn estimate(&self, target: &Opened, draft: Option<&Opened>) -> Result<MemoryEstimate> {
+        let context = self.context.unwrap_or(USUAL_CONTEXT).min(target.most());
+        Ok(MemoryEstimate {
+            context,
+            target: target.memory(context)?,
+            draft: draft.map(|draft| draft.memory(context)).transpose()?,
+            available: self.memory_limit.or_else(memory::available),
+        })
+    }
+
     /// Loads the models.
     pub fn build(self) -> Result<SpecPrefillPipeline> {
-        let target_dir = self.target.resolve(&self.hub)?;
-        let draft_dir = (self.draft.as_ref())
-            .map(|draft| draft.resolve(&self.hub))
-            .transpose()?;
-        let load = |folder: &Path, mtp| {
-            let options = LoadOptions {
-                device: self.device.clone(),
-                dtype: self.dtype,
-                mtp,
-            };
-            Model::load(folder, &options)
-        };
-        let target = load(&target_dir, true)?;
-        let tokenizer = TextTokenizer::read(&target_dir)?;
-        let template = ChatTemplate::read(&target_dir)?;
-        let mut stop_tokens = GenerationConfig::read(&target_dir)?.eos_token_ids;
+        let (target_files, draft_files) = self.open()?;
+        let estimate = self.estimate(&target_files, draft_files.as_ref())?;
+        if let (Some(limit), Some(draft)) = (self.draft_limit, &estimate.draft) {
+            if draft.weights > limit {
+                return Err(Error::Draft(format!(
+                    "its weights take {} bytes, more than the limit of {limit}: use a smaller draft",
+                    draft.weights
+                )));
+            }
+        }
+        estimate.check()?;
+        let target_dir = &target_files.dir;
+        let tokenizer = TextTokenizer::read(target_dir)?;
+        let template = ChatTemplate::read(target_dir)?;
+        let mut stop_tokens = GenerationConfig::read(target_dir)?.eos_token_ids;
+        let target = target_files.load(self.context)?;
         stop_tokens.extend(&target.config().eos_token_ids);
         stop_tokens.extend(template.eos_token().and_then(|token| tokenizer.id(token)));
         stop_tokens.sort_unstable();
         stop_tokens.dedup();
-        let draft = match &draft_dir {
+        let draft = match &draft_files {
             None => None,
-            Some(folder) => {
-                let bytes = weight_bytes(folder)?;
-                if let Some(limit) = self.draft_limit.filter(|limit| bytes > *limit) {
-                    return Err(Error::Draft(format!(
-                        "{} holds {bytes} bytes of weights, more than the limit of {limit}: use a smaller draft",
-                        folder.display()
-                    )));
-                }
-                let theirs = TextTokenizer::read(folder)?;
+            Some(files) => {
+                let theirs = TextTokenizer::read(&files.dir)?;
                 if let Some(difference) = tokenizer.difference(&theirs) {
                     return Err(Error::Draft(format!(
                         "the tokenizers of {} and {} differ: {difference}; use a draft of the target's family",
                         target_dir.display(),
-                        folder.display(),
+                        files.dir.display(),
                     )));
                 }
-                let draft = load(folder, false)?;
+                let draft = files.load(self.context.map(|c| c.min(files.most())))?;
                 check_draft(target.config(), draft.config(), tokenizer.len())?;
                 Some(draft)
             }
@@ -165,7 +243,8 @@ fn head_fault(target: &Model, tokenizer: &TextTokenizer) -> Result<Option<String
     }
     let vocab = target.config().vocab_size as u32;
     let tokens: Vec<u32> = tokenizer.encode(CHECK_TEXT)?;
-    let tokens: Vec<u32> = tokens.into_iter().filter(|t| *t < vocab).collect();
+    let known = tokens.into_iter().filter(|t| *t < vocab);
+    let tokens: Vec<u32> = known.take(target.longest()).collect();
     match check_head(target, &Context::default(), &tokens)? {
         Some(check) if !check.passed() => {
             let advice = check.advice();
@@ -174,20 +253,6 @@ fn head_fault(target: &Model, tokenizer: &TextTokenizer) -> Result<Option<String
         }
         _ => Ok(None),
     }
-}
-
-/// Bytes of the weight files of a folder.
-fn weight_bytes(folder: &Path) -> Result<u64> {
-    let entries = std::fs::read_dir(folder).map_err(|e| Error::io(folder, e))?;
-    let weights = entries.flatten().filter(|entry| {
-        let name = entry.file_name();
-        Path::new(&name)
-            .extension()
-            .is_some_and(|e| e == "safetensors")
-    });
-    // Links, as in the hub's cache, count what they point at.
-    let size = |path: PathBuf| std::fs::metadata(&path).map_or(0, |m| m.len());
-    Ok(weights.map(|entry| size(entry.path())).sum())
 }
 
 /// What every generation reads.
@@ -228,6 +293,8 @@ impl SpecPrefillPipeline {
             scorer: None,
             prefix_bytes: 256 << 20,
             draft_limit: None,
+            memory_limit: None,
+            context: None,
         }
     }
 
@@ -360,7 +427,7 @@ impl SpecPrefillPipeline {
         };
         let tokens = &prompt.tokens;
         let config = self.parts.target.config();
-        let limit = config.max_position_embeddings;
+        let limit = self.parts.target.longest();
         if tokens.is_empty() {
             return Err(Error::Prompt("empty: no tokens".into()));
         }

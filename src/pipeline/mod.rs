@@ -18,6 +18,8 @@ mod json;
 #[cfg(feature = "chat")]
 mod json_filter;
 #[cfg(feature = "chat")]
+mod memory;
+#[cfg(feature = "chat")]
 mod prefix;
 #[cfg(feature = "chat")]
 mod reading;
@@ -39,6 +41,8 @@ pub use builder::{Builder, SpecPrefillPipeline};
 pub use generation::Generation;
 #[cfg(feature = "chat")]
 pub use generation_config::GenerationConfig;
+#[cfg(feature = "chat")]
+pub use memory::MemoryEstimate;
 #[cfg(feature = "chat")]
 pub use spans::{RenderedPrompt, Selected};
 #[cfg(feature = "chat")]

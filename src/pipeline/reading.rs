@@ -60,7 +60,7 @@ impl Reading<'_> {
         let spans: Vec<Span> = self.prompt.spans.iter().cloned().chain(marked).collect();
         let required = settings.policy.required(&spans, total, settings.tail);
         let draft = self.parts.draft.as_ref();
-        let context = draft.map(|d| d.config().max_position_embeddings);
+        let context = draft.map(|d| d.longest());
         usage.reason = specprefill::admit(&settings, context, total, &required);
         usage.explanation = usage.reason.explain(&settings, total);
         let (Reason::Admitted, Some(draft)) = (usage.reason, draft) else {

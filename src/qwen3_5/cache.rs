@@ -15,6 +15,12 @@ use super::config::{LayerType, TextConfig};
 /// Slots by which a key/value cache grows at the least.
 const GROWTH: usize = 256;
 
+/// Slots that are made when `slots` are needed. An eighth more: to copy a cache is about the work of one decoded token, and spare
+/// room is memory that long prompts miss.
+pub(super) fn capacity_for(slots: usize) -> usize {
+    (slots + slots / 8).next_multiple_of(GROWTH)
+}
+
 /// Keys and values of one attention layer, `[kv_heads, capacity, head_dim]` each.
 #[derive(Clone, Debug)]
 pub(crate) struct KeyValues {
@@ -40,9 +46,7 @@ impl KeyValues {
         if slots <= self.capacity() {
             return Ok(());
         }
-        let capacity = slots
-            .max(self.capacity() + self.capacity() / 2)
-            .next_multiple_of(GROWTH);
+        let capacity = capacity_for(slots);
         let grow = |old: &Tensor| -> Result<Tensor> {
             let (heads, _, dim) = old.dims3()?;
             let new = memory::zeros((heads, capacity, dim), old.dtype(), old.device())?;

@@ -189,6 +189,11 @@ impl Model {
         Ok(self)
     }
 
+    /// The longest sequence that it takes: [`Model::with_longest`], or else `max_position_embeddings`.
+    pub fn longest(&self) -> usize {
+        self.limit
+    }
+
     /// The text model's configuration.
     pub fn config(&self) -> &TextConfig {
         &self.config

@@ -112,6 +112,20 @@ impl<'a> Weights<'a> {
             .map(|prefix| self.scope(prefix, self.draft_zero_centred))
     }
 
+    /// The tensors that a load reads, with the draft head's or without.
+    pub(crate) fn names(&self, draft: bool) -> impl Iterator<Item = &str> {
+        let trunk =
+            ["layers.", "embed_tokens.", "norm."].map(|part| format!("{}{part}", self.trunk));
+        let head = HEADS.map(|head| format!("{head}."));
+        let head = head
+            .into_iter()
+            .filter(|_| !self.config.text.tie_word_embeddings);
+        let draft = self.draft.filter(|_| draft).map(String::from);
+        let read: Vec<String> = trunk.into_iter().chain(head).chain(draft).collect();
+        let names = self.checkpoint.names();
+        names.filter(move |name| read.iter().any(|prefix| name.starts_with(prefix)))
+    }
+
     fn scope(&self, prefix: &str, zero_centred: bool) -> Scope<'_> {
         Scope {
             checkpoint: self.checkpoint,
