@@ -50,6 +50,47 @@ fn json_is_one_object_with_every_field() {
     assert_eq!(value["token_ids"].as_array().unwrap().len(), 8);
 }
 
+/// A copy of the embedded target whose makers recommend to sample.
+fn sampled_model() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(common::tiny().join("target")).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+    }
+    let file = dir.path().join("generation_config.json");
+    let text = std::fs::read_to_string(&file).unwrap();
+    let text = text.replace("\"do_sample\": false", "\"do_sample\": true, \"top_k\": 40");
+    std::fs::write(file, text).unwrap();
+    dir
+}
+
+#[test]
+fn the_models_sampling_is_used_when_asked_for_and_flags_overrule_it() {
+    let model = sampled_model();
+    let model = model.path().to_str().unwrap();
+    let answer = |flags: &[&str]| {
+        let prompt = [
+            "--model",
+            model,
+            "--prompt",
+            "Tell me about tea.",
+            "--max-tokens",
+            "24",
+        ];
+        let (status, out, err) = run(&[&prompt[..], flags].concat());
+        assert_eq!(status, 0, "{err}");
+        out
+    };
+    let greedy = answer(&[]);
+    let sampled = answer(&["--model-sampling", "--seed", "3"]);
+    assert_ne!(greedy, sampled);
+    assert_eq!(
+        sampled,
+        answer(&["--temperature", "1", "--top-k", "40", "--seed", "3"])
+    );
+    assert_eq!(greedy, answer(&["--model-sampling", "--temperature", "0"]));
+}
+
 #[test]
 fn errors_are_one_line_and_have_their_status() {
     let folder = tempfile::tempdir().unwrap();

@@ -73,12 +73,11 @@ where
             return 2;
         }
     };
-    let options = cli.generate.options();
-    if let Err(error) = options.validate() {
+    if let Err(error) = cli.generate.options().validate() {
         let _ = writeln!(err, "error: {error} (see --help)");
         return 2;
     }
-    match answer(&cli, &options, out, err) {
+    match answer(&cli, out, err) {
         Ok(()) => 0,
         Err(error) => {
             let _ = writeln!(err, "error: {}", format!("{error:#}").replace('\n', " "));
@@ -87,14 +86,10 @@ where
     }
 }
 
-fn answer(
-    cli: &Cli,
-    options: &GenerateOptions,
-    out: &mut dyn Write,
-    err: &mut dyn Write,
-) -> Result<()> {
+fn answer(cli: &Cli, out: &mut dyn Write, err: &mut dyn Write) -> Result<()> {
     let messages = cli.prompt.messages()?;
     let pipeline = cli.model.load()?;
+    let options = &cli.generate.options_for(&pipeline);
     let mut sink = std::io::sink();
     let stream: &mut dyn Write = if cli.json { &mut sink } else { &mut *out };
     let answer = generate(&pipeline, &messages, options, stream)?;

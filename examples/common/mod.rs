@@ -7,8 +7,8 @@ pub mod model;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use candle_specprefill::mtp::Depth;
-use candle_specprefill::pipeline::{GenerateOptions, Message};
+use candle_specprefill::mtp::{Depth, Sampling};
+use candle_specprefill::pipeline::{GenerateOptions, Message, SpecPrefillPipeline};
 use candle_specprefill::specprefill::{Keep, Scoring};
 use clap::Args;
 use serde::Deserialize;
@@ -72,18 +72,21 @@ pub struct GenerateArgs {
     /// Most tokens to generate
     #[arg(long, default_value_t = 256)]
     pub max_tokens: usize,
-    /// Sampling temperature; 0 is greedy
-    #[arg(long, default_value_t = 0.0)]
-    pub temperature: f32,
-    /// Sample from the smallest set of tokens with this probability
-    #[arg(long, default_value_t = 1.0)]
-    pub top_p: f32,
-    /// Sample from the most probable tokens only; 0 is off
-    #[arg(long, default_value_t = 0)]
-    pub top_k: usize,
-    /// Sample from tokens at least this probable relative to the best
-    #[arg(long, default_value_t = 0.0)]
-    pub min_p: f32,
+    /// Sample as the model's generation_config.json recommends, but for the flags given beside this one
+    #[arg(long)]
+    pub model_sampling: bool,
+    /// Sampling temperature; 0 is greedy [default: 0]
+    #[arg(long)]
+    pub temperature: Option<f32>,
+    /// Sample from the smallest set of tokens with this probability [default: 1]
+    #[arg(long)]
+    pub top_p: Option<f32>,
+    /// Sample from the most probable tokens only; 0 is off [default: 0]
+    #[arg(long)]
+    pub top_k: Option<usize>,
+    /// Sample from tokens at least this probable relative to the best [default: 0]
+    #[arg(long)]
+    pub min_p: Option<f32>,
     /// Seed of sampling; the text does not depend on --mtp-depth
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
@@ -106,9 +109,9 @@ pub struct GenerateArgs {
     /// Do not copy drafts from prompt and text
     #[arg(long)]
     pub no_copy: bool,
-    /// Divide logits of tokens that prompt or text have; 1 is off
-    #[arg(long, default_value_t = 1.0)]
-    pub repetition_penalty: f32,
+    /// Divide logits of tokens that prompt or text have; 1 is off [default: 1]
+    #[arg(long)]
+    pub repetition_penalty: Option<f32>,
     /// Take this from logits of tokens that the text has
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     pub presence_penalty: f32,
@@ -142,7 +145,33 @@ impl GenerateArgs {
         }
     }
 
-    /// As the library takes them.
+    /// Sets what was asked for.
+    fn take_sampling(&self, sampling: &mut Sampling) {
+        let set = |to: &mut f32, asked: Option<f32>| *to = asked.unwrap_or(*to);
+        set(&mut sampling.temperature, self.temperature);
+        set(&mut sampling.top_p, self.top_p);
+        set(&mut sampling.min_p, self.min_p);
+        set(&mut sampling.repetition_penalty, self.repetition_penalty);
+        sampling.top_k = self.top_k.unwrap_or(sampling.top_k);
+    }
+
+    /// [`GenerateArgs::options`] for a loaded model: with `--model-sampling` as its makers recommend.
+    pub fn options_for(&self, pipeline: &SpecPrefillPipeline) -> GenerateOptions {
+        let mut options = self.options();
+        if self.model_sampling {
+            let recommended = &pipeline.generation_config().sampling;
+            options.sampling = Sampling {
+                presence_penalty: self.presence_penalty,
+                frequency_penalty: self.frequency_penalty,
+                seed: self.seed,
+                ..recommended.clone()
+            };
+            self.take_sampling(&mut options.sampling);
+        }
+        options
+    }
+
+    /// As the library takes them, without a model.
     pub fn options(&self) -> GenerateOptions {
         let mut options = GenerateOptions {
             max_tokens: self.max_tokens,
@@ -151,12 +180,8 @@ impl GenerateArgs {
             stop: self.stop.clone(),
             ..Default::default()
         };
-        options.sampling.temperature = self.temperature;
-        options.sampling.top_p = self.top_p;
-        options.sampling.top_k = self.top_k;
-        options.sampling.min_p = self.min_p;
         options.sampling.seed = self.seed;
-        options.sampling.repetition_penalty = self.repetition_penalty;
+        self.take_sampling(&mut options.sampling);
         options.sampling.presence_penalty = self.presence_penalty;
         options.sampling.frequency_penalty = self.frequency_penalty;
         options.specprefill.enabled = !self.no_specprefill;

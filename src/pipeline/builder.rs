@@ -190,7 +190,8 @@ impl Builder {
         let target_dir = &target_files.dir;
         let tokenizer = TextTokenizer::read(target_dir)?;
         let template = ChatTemplate::read(target_dir)?;
-        let mut stop_tokens = GenerationConfig::read(target_dir)?.eos_token_ids;
+        let generation = GenerationConfig::read(target_dir)?;
+        let mut stop_tokens = generation.eos_token_ids.clone();
         let target = target_files.load(self.context)?;
         stop_tokens.extend(&target.config().eos_token_ids);
         stop_tokens.extend(template.eos_token().and_then(|token| tokenizer.id(token)));
@@ -224,6 +225,7 @@ impl Builder {
                 draft,
                 tokenizer,
                 template,
+                generation,
                 stop_tokens,
                 scorer: self.scorer,
                 memo: ScoreMemo::default(),
@@ -265,6 +267,7 @@ pub(super) struct Parts {
     pub draft: Option<Model>,
     pub tokenizer: TextTokenizer,
     pub template: ChatTemplate,
+    pub generation: GenerationConfig,
     pub stop_tokens: Vec<u32>,
     /// In place of the settings' scorer.
     pub scorer: Option<Arc<dyn Scorer>>,
@@ -321,6 +324,11 @@ impl SpecPrefillPipeline {
     /// The target's chat template.
     pub fn template(&self) -> &ChatTemplate {
         &self.parts.template
+    }
+
+    /// What the target's `generation_config.json` says: how its makers recommend to sample.
+    pub fn generation_config(&self) -> &GenerationConfig {
+        &self.parts.generation
     }
 
     /// The tokens that end an answer.
