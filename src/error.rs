@@ -118,6 +118,9 @@ pub enum Error {
     /// A draft model does not fit its target.
     #[error("draft model: {0}")]
     Draft(String),
+    /// The caller asked for the end ([`CancelToken`](crate::ops::CancelToken)) before there was a result.
+    #[error("cancelled")]
+    Cancelled,
     /// candle's own error.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),

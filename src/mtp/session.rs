@@ -67,6 +67,8 @@ pub enum FinishReason {
     Stop,
     /// `max_tokens`, or the model's last position.
     Length,
+    /// The caller asked for the end.
+    Cancelled,
 }
 
 /// Rows of the trunk whose next token is known and that the draft head has not seen.

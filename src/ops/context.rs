@@ -1,9 +1,27 @@
 //! What an op call needs beside its tensors.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 
 use super::launch::Launcher;
 use super::routes::Routes;
+use crate::{Error, Result};
+
+/// Ends work from another thread: a model begins no pass whose context was cancelled. Clones share the state.
+#[derive(Clone, Debug, Default)]
+pub struct CancelToken(Arc<AtomicBool>);
+
+impl CancelToken {
+    /// Asks for the end. There is no way back.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the end was asked for.
+    pub fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
 
 /// Passed to every op: counts the routes that the calls take. Nothing is global, so two requests never mix.
 ///
@@ -17,6 +35,7 @@ pub struct Context {
     routes: Routes,
     launcher: Option<Arc<dyn Launcher>>,
     verify_rows: Option<usize>,
+    cancel: CancelToken,
 }
 
 impl Context {
@@ -34,6 +53,25 @@ impl Context {
     pub fn with_verify_rows(mut self, rows: usize) -> Self {
         self.verify_rows = Some(rows);
         self
+    }
+
+    /// Passes end with [`Error::Cancelled`], and change nothing, once `token` is cancelled.
+    pub fn with_cancel(mut self, token: CancelToken) -> Self {
+        self.cancel = token;
+        self
+    }
+
+    /// What ends this context's passes.
+    pub fn cancel_token(&self) -> &CancelToken {
+        &self.cancel
+    }
+
+    /// Whether a pass may begin.
+    pub(crate) fn go_on(&self) -> Result<()> {
+        match self.cancel.is_cancelled() {
+            true => Err(Error::Cancelled),
+            false => Ok(()),
+        }
     }
 
     pub(crate) fn verify_rows(&self) -> usize {

@@ -28,7 +28,7 @@ pub(crate) use launch::wanted as on_launches;
 pub use affine_matmul::{gate_up_silu, matmul, matmul_grouped};
 pub use argmax::argmax;
 pub use attention::attention;
-pub use context::Context;
+pub use context::{CancelToken, Context};
 pub use gated_delta::gated_delta;
 pub use gates::{sigmoid_gate, silu_gate};
 pub use rms_norm::{rms_norm, rms_norm_gated};

@@ -1,20 +1,16 @@
 //! Loading a target with its draft.
 
-use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device};
 
-use super::generation::{self, Generation};
+use super::generation::{self, Generation, Job};
 use super::memory::{self, MemoryEstimate};
 use super::prefix::PrefixStore;
 use super::reading::Reading;
-use super::spans::{self, RenderedPrompt, Selected};
-use super::{
-    ChatTemplate, GenerateOptions, GenerationConfig, Message, Prompt, TemplateOptions,
-    TextTokenizer,
-};
+use super::spans::Selected;
+use super::{ChatTemplate, Conversation, GenerateOptions, GenerationConfig, Prompt, TextTokenizer};
 use crate::hub::{Hub, ModelSource};
 use crate::mtp::{check_head, Controller};
 use crate::ops::Context;
@@ -336,76 +332,6 @@ impl SpecPrefillPipeline {
         &self.parts.stop_tokens
     }
 
-    /// The tokens of a conversation, and what each of them is.
-    pub fn render(&self, messages: &[Message]) -> Result<RenderedPrompt> {
-        self.render_with(messages, &TemplateOptions::default())
-    }
-
-    /// [`SpecPrefillPipeline::render`] with tools, thinking and other variables of the template.
-    pub fn render_with(
-        &self,
-        messages: &[Message],
-        options: &TemplateOptions,
-    ) -> Result<RenderedPrompt> {
-        if messages
-            .iter()
-            .all(|message| message.content.trim().is_empty())
-        {
-            return Err(Error::Prompt("empty; write a question".into()));
-        }
-        let (template, tokenizer) = (&self.parts.template, &self.parts.tokenizer);
-        let text = template.render_with(messages, options)?;
-        let contents = spans::locate(template, messages, options, &text);
-        let special = match options.special_tokens {
-            true => None,
-            false => messages
-                .iter()
-                .find_map(|m| tokenizer.special_in(&m.content)),
-        };
-        let (tokens, offsets) = match (&contents, special) {
-            (_, None) => tokenizer.encode_with_offsets(&text)?,
-            (Some(contents), Some(_)) if self.told(messages, &text, contents) => {
-                tokenizer.encode_prompt(&text, contents)?
-            }
-            (_, Some(token)) => {
-                return Err(Error::Prompt(format!(
-                    "a message contains the special token {token:?}, and this template does not show where that message begins and ends: remove it, or set TemplateOptions::special_tokens"
-                )))
-            }
-        };
-        let bytes = spans::byte_spans(messages, &text, contents);
-        let encode = |text: &str| tokenizer.encode(text);
-        let fixed = match template.static_renderings(messages, options)? {
-            None => 0,
-            Some([a, b]) => {
-                let (a, b) = (encode(&a)?, encode(&b)?);
-                common_prefix(&tokens, &a).min(common_prefix(&a, &b))
-            }
-        };
-        Ok(RenderedPrompt {
-            spans: spans::token_spans(&bytes, &offsets),
-            tokens,
-            text,
-            offsets,
-            fixed,
-        })
-    }
-
-    /// Whether every message with a special token in its text stands unchanged where it was found: of one that the template
-    /// changed, the end is a guess that such a token could mislead.
-    fn told(&self, messages: &[Message], text: &str, contents: &[Range<usize>]) -> bool {
-        messages.iter().zip(contents).all(|(message, range)| {
-            text[range.clone()].trim() == message.content.trim()
-                || self.parts.tokenizer.special_in(&message.content).is_none()
-        })
-    }
-
-    /// The tokens of a conversation, and how many of them at the start no user turn can change (the system block).
-    pub fn tokenize(&self, messages: &[Message]) -> Result<(Vec<u32>, usize)> {
-        let prompt = self.render(messages)?;
-        Ok((prompt.tokens, prompt.fixed))
-    }
-
     /// What SpecPrefill would keep of a prompt, without an answer.
     pub fn select(&self, prompt: impl Into<Prompt>, options: &GenerateOptions) -> Result<Selected> {
         options.validate()?;
@@ -415,6 +341,7 @@ impl SpecPrefillPipeline {
             prompt: &prompt,
             options,
             prime: false,
+            split: None,
             progress: &|_, _, _| {},
         };
         let (selection, usage) = reading.choose(&Context::default())?;
@@ -423,35 +350,6 @@ impl SpecPrefillPipeline {
             selection,
             usage,
         })
-    }
-
-    fn prompt(&self, prompt: Prompt, options: &GenerateOptions) -> Result<RenderedPrompt> {
-        let prompt = match prompt {
-            Prompt::Messages(messages) => self.render_with(&messages, &options.template)?,
-            Prompt::Tokens(tokens) => RenderedPrompt {
-                tokens,
-                ..Default::default()
-            },
-        };
-        let tokens = &prompt.tokens;
-        let config = self.parts.target.config();
-        let limit = self.parts.target.longest();
-        if tokens.is_empty() {
-            return Err(Error::Prompt("empty: no tokens".into()));
-        }
-        if tokens.len() >= limit {
-            return Err(Error::Prompt(format!(
-                "{} tokens are too many: the model's context is {limit}, and the answer needs room in it",
-                tokens.len()
-            )));
-        }
-        if let Some(token) = tokens.iter().find(|&&id| id as usize >= config.vocab_size) {
-            return Err(Error::Prompt(format!(
-                "token {token} is outside the vocabulary of {}",
-                config.vocab_size
-            )));
-        }
-        Ok(prompt)
     }
 
     /// Starts an answer. What is wrong with the prompt or the options is refused here; the work runs on a thread of its own
@@ -464,10 +362,24 @@ impl SpecPrefillPipeline {
         let start = std::time::Instant::now();
         options.validate()?;
         let prompt = self.prompt(prompt.into(), options)?;
-        generation::start(self.parts.clone(), prompt, options.clone(), start)
+        let job = Job {
+            parts: self.parts.clone(),
+            prompt,
+            before: vec![],
+            split: None,
+            note: None,
+            options: options.clone(),
+            start,
+        };
+        Ok(generation::start(job, None)?.0)
     }
-}
 
-fn common_prefix(a: &[u32], b: &[u32]) -> usize {
-    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+    /// Starts a conversation, whose turns share a cache.
+    pub fn conversation(&self) -> Conversation {
+        Conversation::new(self.clone())
+    }
+
+    pub(super) fn parts(&self) -> &Arc<Parts> {
+        &self.parts
+    }
 }

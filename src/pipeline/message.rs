@@ -66,6 +66,18 @@ impl Message {
     }
 }
 
+impl From<&str> for Message {
+    fn from(text: &str) -> Self {
+        Self::user(text)
+    }
+}
+
+impl From<String> for Message {
+    fn from(text: String) -> Self {
+        Self::user(text)
+    }
+}
+
 /// A prompt: a conversation, or tokens that are used as they are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Prompt {

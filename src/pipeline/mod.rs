@@ -8,7 +8,11 @@ mod options;
 mod usage;
 
 #[cfg(feature = "chat")]
+mod answer;
+#[cfg(feature = "chat")]
 mod builder;
+#[cfg(feature = "chat")]
+mod conversation;
 #[cfg(feature = "chat")]
 mod generation;
 #[cfg(feature = "chat")]
@@ -20,9 +24,15 @@ mod json_filter;
 #[cfg(feature = "chat")]
 mod memory;
 #[cfg(feature = "chat")]
+mod past;
+#[cfg(feature = "chat")]
 mod prefix;
 #[cfg(feature = "chat")]
 mod reading;
+#[cfg(feature = "chat")]
+mod rendering;
+#[cfg(feature = "chat")]
+mod request;
 #[cfg(feature = "chat")]
 mod spans;
 #[cfg(feature = "chat")]
@@ -38,7 +48,9 @@ pub use usage::{FinishReason, MtpUsage, SpecPrefillUsage, Usage};
 #[cfg(feature = "chat")]
 pub use builder::{Builder, SpecPrefillPipeline};
 #[cfg(feature = "chat")]
-pub use generation::Generation;
+pub use conversation::{Conversation, Turn};
+#[cfg(feature = "chat")]
+pub use generation::{Completion, Generation};
 #[cfg(feature = "chat")]
 pub use generation_config::GenerationConfig;
 #[cfg(feature = "chat")]

@@ -10,11 +10,11 @@ use super::spans::RenderedPrompt;
 use super::{GenerateOptions, SpecPrefillUsage, Stage};
 use crate::mtp::{self, PrefillOptions};
 use crate::ops::Context;
-use crate::qwen3_5::{Cache, DraftRows};
+use crate::qwen3_5::{Cache, DraftRows, Mark};
 use crate::specprefill::{
     self, Costs, OnFailure, Progress, Reason, Role, ScorerInput, Scores, Selection, Settings, Span,
 };
-use crate::Result;
+use crate::{Error, Result};
 
 /// A shorter prefix is not worth a cache.
 const SHORTEST_PREFIX: usize = 32;
@@ -26,15 +26,18 @@ pub(super) struct Reading<'a> {
     pub options: &'a GenerateOptions,
     /// Whether the draft head will be used.
     pub prime: bool,
+    /// A token of the prompt before which the cache is marked, if the one before it is kept.
+    pub split: Option<usize>,
     /// Hears a stage's tokens done, of how many.
     pub progress: &'a dyn Fn(Stage, usize, usize),
 }
 
-/// What the target left behind.
+/// What the target left behind beside its cache.
 pub(super) struct Read {
-    pub cache: Cache,
     /// The last row's hidden state, `[1, hidden]`.
     pub hidden: Tensor,
+    /// The cache's state where it was to be marked, and the hidden state of the row before.
+    pub split: Option<(Mark, Tensor)>,
 }
 
 impl Reading<'_> {
@@ -92,6 +95,7 @@ impl Reading<'_> {
                 }
                 Ok((Some(selection), usage))
             }
+            Err(Error::Cancelled) => Err(Error::Cancelled),
             Err(error) if settings.on_failure == OnFailure::Error => Err(error),
             Err(error) => {
                 tracing::warn!(%error, "the draft could not score the prompt; every token is kept");
@@ -126,42 +130,83 @@ impl Reading<'_> {
         Ok(scores)
     }
 
-    /// Reads the rows `kept`, the last of them being the prompt's last.
-    pub fn read(&self, cx: &Context, kept: &[u32], usage: &mut SpecPrefillUsage) -> Result<Read> {
+    /// Reads the rows `kept` into a new cache, the last of them being the prompt's last.
+    pub fn read(
+        &self,
+        cx: &Context,
+        kept: &[u32],
+        usage: &mut SpecPrefillUsage,
+    ) -> Result<(Cache, Read)> {
         let (target, tokens) = (&self.parts.target, &self.prompt.tokens);
-        let options = PrefillOptions {
-            prime: self.prime,
-            ..Default::default()
-        };
-        let (mut cache, mut done) = (target.new_cache()?, 0);
+        let (mut cache, mut waiting, mut done) = (target.new_cache()?, None, 0);
         let fixed = self.prompt.fixed.min(tokens.len() - 1);
         let whole = kept.iter().take(fixed).copied().eq(0..fixed as u32);
         if whole && fixed >= SHORTEST_PREFIX && !self.parts.prefixes.is_off() {
-            let prefix = self.prefix(cx, fixed, &options, usage)?;
+            let prefix = self.prefix(cx, fixed, usage)?;
             cache = prefix.cache.fork()?;
+            waiting = prefix.primed.then(|| prefix.hidden.clone());
             done = fixed;
-            if prefix.primed {
+        }
+        let read = self.read_after(cx, &mut cache, waiting, done, kept)?;
+        Ok((cache, read))
+    }
+
+    /// Reads those of the rows `kept` that come after the first `done`, which `cache` has. `waiting` is the hidden state of the
+    /// cache's last row, if the draft head waits to read it with the token that comes next.
+    pub fn read_after(
+        &self,
+        cx: &Context,
+        cache: &mut Cache,
+        mut waiting: Option<Tensor>,
+        done: usize,
+        kept: &[u32],
+    ) -> Result<Read> {
+        let (target, tokens) = (&self.parts.target, &self.prompt.tokens);
+        let options = self.prefill_options();
+        let markable = |at: &usize| done < *at && kept.binary_search(&(*at as u32 - 1)).is_ok();
+        let split = self.split.filter(markable);
+        let (mut from, mut split_at) = (done, None);
+        for end in split.into_iter().chain([tokens.len()]) {
+            if let (Some(hidden), true) = (&waiting, self.prime && target.has_mtp()) {
+                let at = cache.next_position().saturating_sub(1);
                 let rows = DraftRows {
-                    cache: &mut cache,
-                    tokens: &tokens[fixed..=fixed],
-                    hidden: &prefix.hidden,
-                    positions: &[fixed as u32 - 1],
+                    cache: &mut *cache,
+                    tokens: &tokens[from..=from],
+                    hidden,
+                    positions: &[at],
                 };
                 target.prime(cx, &mut [rows])?;
             }
+            let before = kept.partition_point(|k| (*k as usize) < from);
+            let part = kept[before..].iter().take_while(|k| (**k as usize) < end);
+            let part: Vec<u32> = part.map(|k| k - from as u32).collect();
+            let mut report = |n| (self.progress)(Stage::Prefill, before + n, kept.len());
+            let hidden = mtp::prefill(
+                target,
+                cx,
+                cache,
+                &tokens[from..end],
+                Some(&part),
+                &options,
+                &mut report,
+            )?;
+            if end < tokens.len() {
+                split_at = Some((cache.mark()?, hidden.clone()));
+            }
+            (waiting, from) = (Some(hidden), end);
         }
-        let rest: Vec<u32> = kept[done..].iter().map(|k| k - done as u32).collect();
-        let mut report = |n| (self.progress)(Stage::Prefill, done + n, kept.len());
-        let hidden = mtp::prefill(
-            target,
-            cx,
-            &mut cache,
-            &tokens[done..],
-            Some(&rest),
-            &options,
-            &mut report,
-        )?;
-        Ok(Read { cache, hidden })
+        let nothing = || Error::argument("read", "no row is left to read");
+        Ok(Read {
+            hidden: waiting.ok_or_else(nothing)?,
+            split: split_at,
+        })
+    }
+
+    fn prefill_options(&self) -> PrefillOptions {
+        PrefillOptions {
+            prime: self.prime,
+            ..Default::default()
+        }
     }
 
     /// The first `fixed` rows, from the store or read now.
@@ -169,11 +214,11 @@ impl Reading<'_> {
         &self,
         cx: &Context,
         fixed: usize,
-        options: &PrefillOptions,
         usage: &mut SpecPrefillUsage,
     ) -> Result<Arc<Prefix>> {
         let target = &self.parts.target;
         let tokens = &self.prompt.tokens[..fixed];
+        let options = &self.prefill_options();
         let primed = options.prime && target.has_mtp();
         if let Some(prefix) = self.parts.prefixes.get(tokens, primed) {
             usage.prefix_tokens = fixed;

@@ -112,6 +112,23 @@ impl TextTokenizer {
             .map_err(|error| Error::Tokenizer(error.to_string()))
     }
 
+    /// The text of tokens, special tokens included.
+    pub(super) fn decode_all(&self, ids: &[u32]) -> Result<String> {
+        self.tokenizer
+            .decode(ids, false)
+            .map_err(|error| Error::Tokenizer(error.to_string()))
+    }
+
+    pub(super) fn is_special(&self, id: u32) -> bool {
+        self.special.contains(&id)
+    }
+
+    /// Whether a text begins with a special token.
+    pub(super) fn begins_special(&self, text: &str) -> bool {
+        let mut special = (self.special.iter()).filter_map(|id| self.tokenizer.id_to_token(*id));
+        special.any(|token| !token.is_empty() && text.starts_with(&token))
+    }
+
     /// The id of a token.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.tokenizer.token_to_id(token)

@@ -10,9 +10,15 @@ use crate::specprefill::{Keep, Reason};
 /// Counts, times (seconds) and speeds of one answer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Usage {
-    /// Tokens of the rendered prompt.
+    /// Tokens of the rendered prompt, former turns included.
     pub prompt_tokens: usize,
-    /// Prompt tokens that the target has read.
+    /// Prompt tokens that former turns of the [`Conversation`](super::Conversation) have read or dropped; the rest is new.
+    #[serde(default)]
+    pub reused_tokens: usize,
+    /// Why those are fewer than the conversation had, if they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reuse_note: Option<String>,
+    /// Of the new prompt tokens those that the target has read.
     pub kept_tokens: usize,
     /// Generated tokens, a stop token included.
     pub completion_tokens: usize,
@@ -20,7 +26,7 @@ pub struct Usage {
     pub finish_reason: FinishReason,
     /// From the call to the first token.
     pub time_to_first_token_s: f64,
-    /// Prompt tokens (dropped ones included) by time to first token.
+    /// New prompt tokens (dropped ones included) by time to first token.
     pub prompt_tokens_per_second: f64,
     /// Tokens after the first by the time since the first; 0 when there is only one.
     pub generation_tokens_per_second: f64,

@@ -123,6 +123,16 @@ impl Mark {
     pub fn rows(&self) -> usize {
         self.rows
     }
+
+    /// The position of the row that came next.
+    pub fn next_position(&self) -> u32 {
+        self.next_position
+    }
+
+    /// Bytes held.
+    pub fn size_bytes(&self) -> usize {
+        self.deltas.iter().map(GatedDeltaState::size_bytes).sum()
+    }
 }
 
 impl Cache {

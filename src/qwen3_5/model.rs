@@ -337,6 +337,7 @@ impl Model {
         mut queries: Option<&mut Vec<Tensor>>,
     ) -> Result<Option<Tensor>> {
         let depth = self.depth(wanted)?;
+        cx.go_on()?;
         batch.iter_mut().for_each(|r| r.cache.begin(depth));
         let mut hidden = None;
         for (i, layer) in self.layers[..depth].iter().enumerate() {
