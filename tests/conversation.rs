@@ -269,9 +269,9 @@ fn cancel(
     drop_it: bool,
     when: impl Fn(&Event) -> bool,
 ) -> Result<Completion, Error> {
-    let mut turn = talk.send(text, options).unwrap();
+    let turn = talk.send(text, options).unwrap();
     let (token, mut text, mut token_ids) = (turn.cancel_token(), String::new(), vec![]);
-    while let Some(event) = turn.next() {
+    for event in turn {
         let event = event?;
         if when(&event) {
             token.cancel();
