@@ -132,7 +132,7 @@ fn every_turn_is_that_of_one_run_over_the_whole_text() {
             line.answered(&answer);
             before = line.tokens.len() - 1;
             assert_eq!(talk.cache_length(), before);
-            assert_eq!(talk.next_position() as usize, before);
+            assert_eq!(talk.next_position().get() as usize, before);
         }
         assert_eq!(talk.messages().len(), 9);
     }
@@ -150,7 +150,10 @@ fn a_turn_after_a_sparse_one_stands_at_the_true_position() {
         assert!(first.usage.specprefill.admitted);
         let dropped = first.usage.prompt_tokens - first.usage.kept_tokens;
         assert!(dropped > 2000);
-        assert_eq!(talk.cache_length() + dropped, talk.next_position() as usize);
+        assert_eq!(
+            talk.cache_length().get() + dropped,
+            talk.next_position().get() as usize
+        );
         let (second, _) = turn(&mut talk, QUESTIONS[1], &options);
         let next = first.usage.prompt_tokens + first.token_ids.len() - 1;
         assert_eq!(second.usage.reused_tokens, next);
@@ -224,7 +227,7 @@ fn a_long_second_turn_is_admitted_by_its_own_length() {
     options.specprefill.threshold = 2000;
     let mut talk = pipeline.conversation();
     turn(&mut talk, QUESTIONS[0], &options);
-    let before = talk.next_position() as usize;
+    let before = talk.next_position().get() as usize;
     let text = std::fs::read_to_string(tiny().join("prompts/needle_4k_01.json")).unwrap();
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
     let (answer, _) = turn(&mut talk, &needle("needle_4k_01.json"), &options);
@@ -252,7 +255,7 @@ fn a_long_second_turn_is_admitted_by_its_own_length() {
     let (again, _) = turn(&mut talk, &needle("needle_4k_01.json"), &options);
     assert!(again.usage.specprefill.reread);
     assert_eq!(again.usage.reused_tokens, before);
-    assert_eq!(talk.cache_length(), talk.next_position() as usize);
+    assert_eq!(talk.cache_length(), talk.next_position().get() as usize);
     let dense = talk.messages()[..3].to_vec();
     options.specprefill.enabled = false;
     assert_eq!(
@@ -317,7 +320,7 @@ fn a_turn_cancelled_while_it_is_read_never_was() {
                 });
                 assert!(matches!(error, Err(Error::Cancelled)));
                 assert_eq!(talk.messages().len(), known);
-                let at = talk.next_position() as usize;
+                let at = talk.next_position().get() as usize;
                 let (answer, rows) = turn(&mut talk, QUESTIONS[1], &options);
                 assert_eq!(answer.usage.reused_tokens, at);
                 let asked = talk.messages()[..known + 1].to_vec();
@@ -433,7 +436,7 @@ fn a_template_that_drops_thoughts_costs_the_last_answer_only() {
     let options = options(Depth::Fixed(3));
     let mut talk = pipeline.conversation();
     for (i, question) in QUESTIONS.into_iter().enumerate() {
-        let at = talk.next_position() as usize;
+        let at = talk.next_position().get() as usize;
         let (answer, rows) = turn(&mut talk, question, &options);
         let usage = &answer.usage;
         assert_eq!(usage.reuse_note.is_some(), i > 0);
@@ -481,7 +484,7 @@ fn what_is_refused_is_not_part_of_the_conversation() {
         assert_eq!(talk.messages().len(), 2);
     }
     assert!(talk.answer(&good).is_err(), "nobody asked");
-    let at = talk.next_position() as usize;
+    let at = talk.next_position().get() as usize;
     let (answer, _) = turn(&mut talk, QUESTIONS[1], &good);
     assert_eq!(answer.usage.reused_tokens, at);
 }

@@ -21,7 +21,7 @@ fn decode_routes(model: &Model, tokens: &[u32], kept: Option<&[u32]>) -> (RouteC
     let mut hidden = prefill(model, &cx, &mut cache, tokens, kept, &options, &mut |_| {}).unwrap();
     let cx = Context::default();
     for cycle in 0..4u32 {
-        let at = cache.next_position();
+        let at = cache.next_position().get();
         let rows = DraftRows {
             cache: &mut cache,
             tokens: &[cycle + 1],
@@ -67,11 +67,11 @@ fn decoding_after_a_sparse_prefill_takes_the_routes_of_a_dense_one() {
             }
         }
         for (sparse, dense) in [(&sparse_cache, &dense_cache)] {
-            assert_eq!(sparse.rows(), dense.rows());
+            assert_eq!(sparse.length(), dense.length());
             assert_eq!(sparse.size_bytes(), dense.size_bytes());
             assert_eq!(
                 sparse.next_position(),
-                dense.next_position() + 400 - kept.len() as u32
+                dense.next_position().get() + 400 - kept.len() as u32
             );
             for i in 0..2 {
                 let (keys, _) = sparse.keys(i).unwrap();

@@ -82,7 +82,8 @@ fn accepting_some_rows_forgets_the_rest() {
             feed(&model, &mut cache, &all[..4], Keep::Commit);
             feed(&model, &mut cache, &all[4..12], Keep::Pending);
             cache.accept(n).unwrap();
-            assert_eq!((cache.rows(), cache.next_position()), (4 + n, 4 + n as u32));
+            assert_eq!(cache.length(), 4 + n);
+            assert_eq!(cache.next_position(), 4 + n as u32);
             // Different rows follow the accepted ones, twice over pending passes.
             feed(&model, &mut cache, &all[15..18], Keep::Pending);
             cache.accept(2).unwrap();
@@ -154,7 +155,8 @@ fn a_mark_undoes_what_came_after_it() {
     feed(&model, &mut cache, &all[10..14], Keep::Commit);
     feed(&model, &mut cache, &all[14..18], Keep::Pending);
     cache.restore(&mark).unwrap();
-    assert_eq!((cache.rows(), cache.next_position()), (10, 10));
+    assert_eq!(cache.length(), 10);
+    assert_eq!(cache.next_position(), 10);
     assert!(same_contents(&cache, &clean));
     let got = feed(&model, &mut cache, &all[20..25], Keep::Commit);
     let mut fork = clean;
@@ -198,7 +200,7 @@ fn bad_rows_are_refused_and_change_nothing() {
     ));
     assert!(matches!(cache.accept(3), Err(Error::Cache(_))));
     cache.accept(2).unwrap();
-    assert_eq!(cache.rows(), 5);
+    assert_eq!(cache.length(), 5);
 }
 
 #[test]
@@ -248,7 +250,7 @@ fn pass(
     Vec<Tensor>,
     candle_specprefill::ops::routes::RouteCounts,
 ) {
-    let start = cache.next_position();
+    let start = cache.next_position().get();
     let positions: Vec<u32> = (start..start + tokens.len() as u32).collect();
     let (cx, mut capture) = (Context::default(), Capture::default());
     let rows = Rows {

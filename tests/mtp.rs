@@ -8,7 +8,7 @@ use candle_specprefill::mtp::{
 };
 use candle_specprefill::ops::Context;
 use candle_specprefill::pipeline::TextTokenizer;
-use candle_specprefill::qwen3_5::{Cache, Model};
+use candle_specprefill::qwen3_5::{Cache, Model, Position};
 use support::{load, same_bits, same_contents, same_draft, tiny, tiny_dir};
 
 fn prompt(length: usize, seed: u32, vocab: u32) -> Vec<u32> {
@@ -220,7 +220,7 @@ fn a_second_turn_is_as_if_all_was_fed_at_once() {
         options.stop_tokens = vec![4095];
         let run = decode(&model, &first, options);
         let (mut cache, next) = run.session.into_parts(&model, &cx).unwrap();
-        assert_eq!(cache.draft_rows(), cache.rows());
+        assert_eq!(cache.length(), cache.draft_rows());
         let turn = [&[next], second.as_slice()].concat();
         let last = prefill(&model, &cx, &mut cache, &turn, None, &o, &mut |_| {}).unwrap();
 
@@ -284,7 +284,7 @@ fn ends_fall_exactly_where_plain_decoding_ends() {
         assert_eq!(run.tokens, line[..max]);
         assert_eq!(run.session.finished(), Some(FinishReason::Length));
         // The last token is in no cache.
-        assert_eq!(run.session.cache().rows(), 10 + max - 1);
+        assert_eq!(run.session.cache().length(), 10 + max - 1);
     }
     for stop in &line[..8] {
         let end = line.iter().position(|t| t == stop).unwrap();
@@ -293,7 +293,7 @@ fn ends_fall_exactly_where_plain_decoding_ends() {
         let run = decode(&model, &prompt, o);
         assert_eq!(run.tokens, line[..=end]);
         assert_eq!(run.session.finished(), Some(FinishReason::Stop));
-        assert_eq!(run.session.cache().rows(), 10 + end);
+        assert_eq!(run.session.cache().length(), 10 + end);
     }
 }
 
@@ -303,7 +303,7 @@ fn decoding_stops_at_the_last_position() {
     let limit = model.config().max_position_embeddings;
     let cx = Context::default();
     let mut cache = model.new_cache().unwrap();
-    cache.set_next_position(limit as u32 - 4);
+    cache.set_next_position(Position::new(limit as u32 - 4));
     let o = PrefillOptions::default();
     let last = prefill(&model, &cx, &mut cache, &[1, 2], None, &o, &mut |_| {}).unwrap();
     let mut session = Session::new(

@@ -178,10 +178,10 @@ fn nothing_after_a_stop_is_committed() {
             assert_eq!(tokens, line[..stop]);
             assert_eq!(session.finished(), Some(FinishReason::Stop));
             // The last token is in no cache, and nothing after it.
-            assert_eq!(session.cache().rows(), prompt.len() + stop - 1);
+            assert_eq!(session.cache().length(), prompt.len() + stop - 1);
             let (cache, next) = session.into_parts(&model, &cx).unwrap();
             assert_eq!(next, line[stop - 1]);
-            assert_eq!(cache.draft_rows(), cache.rows());
+            assert_eq!(cache.length(), cache.draft_rows());
         }
     }
 }
@@ -355,7 +355,7 @@ fn one_sequences_failure_is_its_own() {
     assert_eq!(text, decode(&model, &prompt, options(Depth::Off, 20)).0);
     // It may be given up at any time.
     let (cache, _) = bad.into_parts(&model, &cx).unwrap();
-    assert_eq!(cache.draft_rows(), cache.rows());
+    assert_eq!(cache.length(), cache.draft_rows());
 }
 
 #[test]
@@ -370,7 +370,7 @@ fn a_parked_head_stays_complete() {
     assert!(stats.parks > 0 && stats.parked_tokens > 50, "{stats:?}");
     assert_eq!(stats.depths.iter().sum::<u64>(), stats.cycles);
     let (cache, _) = session.into_parts(&model, &cx).unwrap();
-    assert_eq!(cache.draft_rows(), cache.rows());
+    assert_eq!(cache.length(), cache.draft_rows());
 }
 
 #[test]

@@ -387,5 +387,5 @@ fn embeddings_that_do_not_fit_are_refused_before_the_cache_changes() {
     assert!(error.unwrap_err().to_string().contains("mrope_section"));
     assert!(model.embeddings(&[]).is_err() && model.embeddings(&[999_999]).is_err());
     feed(&model, &mut cache, &TOKENS, Keep::Commit);
-    assert_eq!(cache.rows(), TOKENS.len());
+    assert_eq!(cache.length(), TOKENS.len());
 }

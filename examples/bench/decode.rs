@@ -38,7 +38,7 @@ pub fn run(args: &Args) -> Result<()> {
     let mut cache = model.new_cache()?;
     let token = |i: usize| (i as u32).wrapping_mul(7919) % vocab;
     let feed = |cache: &mut Cache, count: usize, keep| -> Result<()> {
-        let first = cache.next_position();
+        let first = cache.next_position().get();
         let tokens: Vec<u32> = (0..count).map(|i| token(i + first as usize)).collect();
         let positions: Vec<u32> = (first..first + count as u32).collect();
         let rows = Rows {

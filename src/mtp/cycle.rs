@@ -187,7 +187,7 @@ fn begin(model: &Model, step: &mut Step) -> (Plan, Option<Vec<u32>>) {
         session.emit(&mut tokens, |t| ends.and_then(|ends| ends(t)));
         return (Plan::default(), Some(tokens));
     }
-    let position = session.cache.next_position();
+    let position = session.cache.next_position().get();
     let limit = model.longest() as u32;
     if position >= limit {
         session.finished = Some(super::FinishReason::Length);

@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use crate::error::{Error, Result};
 use crate::ops::Context;
-use crate::qwen3_5::{Cache, DraftRows, Keep, Model, Rows, Wanted};
+use crate::qwen3_5::{Cache, DraftRows, Keep, Model, Position, Rows, Wanted};
 
 /// How a prompt is prefilled.
 #[derive(Clone, Copy, Debug)]
@@ -55,9 +55,9 @@ pub fn prefill(
             what: "must be at least 1".into(),
         });
     }
-    let base = cache.next_position();
+    let base = cache.next_position().get();
     let prime = options.prime && model.has_mtp();
-    let (rows_before, primed_before) = (cache.rows(), cache.draft_rows());
+    let (rows_before, primed_before) = (cache.length().get(), cache.draft_rows());
     let mut last = None;
     for (i, part) in kept.chunks(chunk).enumerate() {
         let part_tokens: Vec<u32> = part.iter().map(|k| tokens[*k as usize]).collect();
@@ -96,7 +96,7 @@ pub fn prefill(
     }
     if prime {
         let (rows, primed) = (
-            cache.rows() - rows_before,
+            cache.length().get() - rows_before,
             cache.draft_rows() - primed_before,
         );
         if primed + 1 != rows {
@@ -105,7 +105,7 @@ pub fn prefill(
             )));
         }
     }
-    cache.set_next_position(base + tokens.len() as u32);
+    cache.set_next_position(Position::new(base + tokens.len() as u32));
     last.ok_or_else(|| Error::Prompt("empty".into()))
 }
 
@@ -114,7 +114,7 @@ fn check(tokens: &[u32], kept: &[u32], cache: &Cache, model: &Model) -> Result<(
         return Err(Error::Prompt("empty: there is nothing to answer".into()));
     }
     let limit = model.longest();
-    let end = cache.next_position() as usize + tokens.len();
+    let end = cache.next_position().get() as usize + tokens.len();
     if end > limit {
         return Err(Error::Prompt(format!(
             "{end} tokens are more than the model's {limit} positions: shorten the prompt"

@@ -123,7 +123,7 @@ impl Session {
         if !model.has_mtp() {
             options.depth = Depth::Off;
         }
-        let position = cache.next_position();
+        let position = cache.next_position().get();
         let last_position = position
             .checked_sub(1)
             .ok_or_else(|| Error::Prompt("empty: nothing was prefilled".into()))?;

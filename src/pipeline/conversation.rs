@@ -9,6 +9,7 @@ use super::rendering::Layout;
 use super::spans::RenderedPrompt;
 use super::{Event, FinishReason, GenerateOptions, Message, SpecPrefillPipeline};
 use crate::ops::CancelToken;
+use crate::qwen3_5::{CacheLength, Mark, Position};
 use crate::specprefill::{Role, Span};
 use crate::{Error, Result};
 
@@ -64,13 +65,13 @@ impl Conversation {
 
     /// Rows that the next turn finds in the cache if no message changes: after a sparse turn fewer than
     /// [`Conversation::next_position`].
-    pub fn cache_length(&self) -> usize {
-        self.past.end().map_or(0, |mark| mark.rows())
+    pub fn cache_length(&self) -> CacheLength {
+        self.past.end().map(Mark::length).unwrap_or_default()
     }
 
     /// Where in the text the next row stands.
-    pub fn next_position(&self) -> u32 {
-        self.past.end().map_or(0, |mark| mark.next_position())
+    pub fn next_position(&self) -> Position {
+        self.past.end().map(Mark::next_position).unwrap_or_default()
     }
 
     /// Bytes of the cache and of the copied states.

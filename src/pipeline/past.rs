@@ -71,7 +71,7 @@ impl Past {
     ) -> (Vec<u32>, Option<u32>, usize) {
         while let (Some(place), Some(_)) = (self.places.back(), &self.cache) {
             if self.fits(place, layout, tokenizer) {
-                let read = place.mark.next_position() as usize;
+                let read = place.mark.next_position().get() as usize;
                 let unread = self.tokens[read..place.tokens].first().copied();
                 self.tokens.truncate(place.tokens);
                 return (self.tokens[..read].to_vec(), unread, place.text);
@@ -137,7 +137,7 @@ impl Past {
     pub fn begin_answer(&mut self, split: Option<(Mark, Tensor)>) -> Option<Cache> {
         if let Some((mark, hidden)) = split {
             self.push(Place {
-                tokens: mark.next_position() as usize,
+                tokens: mark.next_position().get() as usize,
                 mark,
                 text: self.split,
                 waiting: Some(hidden),

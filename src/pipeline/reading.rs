@@ -168,7 +168,7 @@ impl Reading<'_> {
         let (mut from, mut split_at) = (done, None);
         for end in split.into_iter().chain([tokens.len()]) {
             if let (Some(hidden), true) = (&waiting, self.prime && target.has_mtp()) {
-                let at = cache.next_position().saturating_sub(1);
+                let at = cache.next_position().get().saturating_sub(1);
                 let rows = DraftRows {
                     cache: &mut *cache,
                     tokens: &tokens[from..=from],

@@ -11,6 +11,7 @@ use crate::ops::gated_delta::{GatedDeltaDims, GatedDeltaState, Keep};
 use crate::ops::memory;
 
 use super::config::{LayerType, TextConfig};
+use super::length::{CacheLength, Position};
 
 /// Slots by which a key/value cache grows at the least.
 const GROWTH: usize = 256;
@@ -120,13 +121,13 @@ pub struct Mark {
 
 impl Mark {
     /// Committed rows at the mark.
-    pub fn rows(&self) -> usize {
-        self.rows
+    pub fn length(&self) -> CacheLength {
+        CacheLength::new(self.rows)
     }
 
     /// The position of the row that came next.
-    pub fn next_position(&self) -> u32 {
-        self.next_position
+    pub fn next_position(&self) -> Position {
+        Position::new(self.next_position)
     }
 
     /// Bytes held.
@@ -166,8 +167,8 @@ impl Cache {
     }
 
     /// Committed rows. Not a position: see [`Cache::next_position`].
-    pub fn rows(&self) -> usize {
-        self.rows
+    pub fn length(&self) -> CacheLength {
+        CacheLength::new(self.rows)
     }
 
     /// Rows of the last pass that are neither accepted nor forgotten.
@@ -181,13 +182,13 @@ impl Cache {
     }
 
     /// The position of the row that comes next.
-    pub fn next_position(&self) -> u32 {
-        self.next_position
+    pub fn next_position(&self) -> Position {
+        Position::new(self.next_position)
     }
 
     /// Sets the position of the row that comes next: a sparse prefill sets it to the prompt's true length.
-    pub fn set_next_position(&mut self, position: u32) {
-        self.next_position = position;
+    pub fn set_next_position(&mut self, position: Position) {
+        self.next_position = position.get();
     }
 
     /// Commits the first `n` pending rows and forgets the rest. Refuses, and changes nothing, when fewer are pending.

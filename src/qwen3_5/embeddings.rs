@@ -116,7 +116,7 @@ impl Model {
 
 /// The largest position up to each row. An image's rows do not come in the order of their largest position.
 fn ends(rows: &EmbeddingRows) -> Vec<u32> {
-    let before = rows.cache.next_position().saturating_sub(1);
+    let before = rows.cache.next_position().get().saturating_sub(1);
     let largest = rows.positions.iter().scan(before, |largest, p| {
         *largest = p.iter().fold(*largest, |a, b| a.max(*b));
         Some(*largest)

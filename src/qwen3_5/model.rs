@@ -354,7 +354,7 @@ impl Model {
             let out = layer.forward(cx, &x, residual, |mixer, x| match mixer {
                 Mixer::Attention(mixer) => {
                     let spans = batch.iter_mut().filter_map(|r| {
-                        let filled = r.cache.rows();
+                        let filled = r.cache.length().get();
                         match &mut r.cache.layers[i] {
                             LayerCache::Attention(key_values) => Some(attention::Span {
                                 key_values,

@@ -106,7 +106,7 @@ impl AttentionScorer {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Scores> {
         self.validate()?;
-        if cache.rows() != 0 {
+        if cache.length() != 0 {
             return Err(Error::Cache("scoring starts from an empty cache".into()));
         }
         let start = Instant::now();
@@ -318,7 +318,7 @@ fn feed(
     wanted: Wanted,
     capture: Option<&mut Capture>,
 ) -> Result<Option<Tensor>> {
-    let first = cache.next_position();
+    let first = cache.next_position().get();
     let positions: Vec<u32> = (first..first + tokens.len() as u32).collect();
     let rows = Rows {
         cache,

@@ -61,7 +61,7 @@ fn logits(
     let (mut cache, last) = start;
     let mut hidden = vec![last];
     for tokens in tokens.chunks(step) {
-        let first = cache.next_position();
+        let first = cache.next_position().get();
         let positions: Vec<u32> = (first..).take(tokens.len()).collect();
         let rows = Rows {
             cache: &mut cache,

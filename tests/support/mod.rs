@@ -49,7 +49,7 @@ pub fn ids(t: &Tensor) -> Vec<u32> {
 
 /// Feeds `tokens` at the cache's next positions and returns the hidden states.
 pub fn feed(model: &Model, cache: &mut Cache, tokens: &[u32], keep: Keep) -> Tensor {
-    let start = cache.next_position();
+    let start = cache.next_position().get();
     let positions: Vec<u32> = (start..start + tokens.len() as u32).collect();
     let rows = Rows {
         cache,
