@@ -292,6 +292,33 @@ impl Plan {
             self.launches.push(launch);
         }
     }
+
+    /// [`Launch::check`] of all launches, and that no buffer has more elements than kernels can count. ([`Operand::new`] does it for
+    /// the operands.)
+    pub fn check(&self) -> Result<()> {
+        let most = u32::MAX as usize;
+        let name = || self.launches.first().map_or("", |l| &l.kernel);
+        let elements = |o: &Output| {
+            let mut sizes = o.shape.iter();
+            sizes.try_fold(1usize, |all, d| all.checked_mul(*d))
+        };
+        if let Some(o) = (self.outputs.iter()).find(|o| elements(o).is_none_or(|n| n > most)) {
+            let what = format!(
+                "{}: a result of shape {:?} has more than 2^32 elements; split the call",
+                name(),
+                o.shape
+            );
+            return Err(Error::argument("metal", what));
+        }
+        if let Some(bytes) = self.scratch.iter().find(|bytes| **bytes / 4 > most) {
+            let what = format!(
+                "{}: {bytes} bytes between launches are more than 2^32 numbers; split the call",
+                name()
+            );
+            return Err(Error::argument("metal", what));
+        }
+        self.launches.iter().try_for_each(Launch::check)
+    }
 }
 
 /// Runs plans on tensors in the CPU's memory, in place of the CPU kernels: the tests' emulator. See
@@ -312,9 +339,7 @@ pub(crate) fn wanted(cx: &Context, x: &Tensor) -> bool {
 
 /// Runs a plan where its operands are.
 pub(crate) fn run(cx: &Context, plan: &Plan, operands: &[&Tensor]) -> Result<Vec<Tensor>> {
-    for launch in &plan.launches {
-        launch.check()?;
-    }
+    plan.check()?;
     match (cx.launcher(), operands.first().map(|x| x.device())) {
         (Some(launcher), Some(candle_core::Device::Cpu)) => launcher.run(plan, operands),
         #[cfg(feature = "metal")]
@@ -333,9 +358,7 @@ pub fn run_on_device(
     plan: &Plan,
     operands: &[&Tensor],
 ) -> Result<Vec<Tensor>> {
-    for launch in &plan.launches {
-        launch.check()?;
-    }
+    plan.check()?;
     super::metal::run(device, plan, operands)
 }
 

@@ -6,6 +6,7 @@ mod attention;
 mod elementwise;
 mod embed;
 mod gated_delta;
+mod inputs;
 mod matmul;
 mod matrix;
 mod model;

@@ -26,6 +26,10 @@ pub fn embed(cx: &Context, weight: &Weight, ids: &[u32], dtype: DType) -> Result
             weight.n
         )));
     }
+    if ids.is_empty() {
+        // candle uploads nothing of no elements.
+        return Ok(Tensor::zeros((0, weight.k), dtype, weight.device())?);
+    }
     if cx.launcher().is_some() || matches!(weight.storage, Storage::Device(_)) {
         cx.routes().count(OP, "metal", dtype);
         return on_metal(cx, weight.on_device()?, ids, weight.k, dtype);

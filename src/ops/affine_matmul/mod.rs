@@ -172,6 +172,13 @@ impl Weight {
         Ok(Some((on(n * parts.len(), all), views)))
     }
 
+    fn device(&self) -> &Device {
+        match &self.storage {
+            Storage::Device(w) => w.device(),
+            _ => &Device::Cpu,
+        }
+    }
+
     /// The tensors that launches read.
     fn on_device(&self) -> Result<&OnDevice> {
         if let (Storage::Device(w), _) | (_, Some(w)) = (&self.storage, self.unpacked.get()) {
@@ -447,6 +454,9 @@ pub fn matmul_experts(
 
 /// f32 products, each row alone.
 fn device_matmul(x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    if x.dim(0)? == 0 {
+        return Ok(Tensor::zeros((0, w.dim(0)?), x.dtype(), x.device())?);
+    }
     let w = w.to_dtype(DType::F32)?.t()?;
     let row = |r| -> Result<Tensor> { Ok(x.narrow(0, r, 1)?.to_dtype(DType::F32)?.matmul(&w)?) };
     let rows = (0..x.dim(0)?).map(row).collect::<Result<Vec<_>>>()?;

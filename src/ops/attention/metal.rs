@@ -63,10 +63,6 @@ fn params(d: Dims, q: &Operand, k: &Operand, v: &Operand) -> Params {
 /// Softmax over all slots, `[heads, rows, len]` f32. Operands: `q` and `k` as for [`plan`]; at least one slot.
 pub(super) fn probabilities(d: Dims, q: &Operand, k: &Operand) -> Result<Plan> {
     check(d, &[q, k])?;
-    if d.heads * d.rows * d.len > u32::MAX as usize {
-        let what = format!("{} slots are too many for {} rows", d.len, d.rows);
-        return Err(Error::argument(OP, what));
-    }
     let mut plan = Plan::default();
     let p = plan.output(&[d.heads, d.rows, d.len], DType::F32);
     let kernel = format!("attention_scores_{}_{}", d.dim, suffix(q.dtype));
@@ -116,12 +112,6 @@ pub(super) fn plan(d: Dims, q: &Operand, k: &Operand, v: &Operand) -> Result<Pla
     }
     let splits = d.len.div_ceil(SPLIT);
     let queries = splits * d.rows * d.heads;
-    if queries * d.dim > u32::MAX as usize {
-        return Err(Error::argument(
-            OP,
-            format!("{} slots are too many for {} rows", d.len, d.rows),
-        ));
-    }
     let (sums, tops) = (plan.scratch(4 * queries * d.dim), plan.scratch(8 * queries));
     let split = Launch::new(&SOURCE, kernel("split"))
         .input(0, 0, q)

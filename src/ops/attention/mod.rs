@@ -116,7 +116,7 @@ fn on_cpu<T: Element>(q: &Tensor, k: &Tensor, v: &Tensor, d: cpu::Dims) -> Resul
 fn probabilities_on_cpu<T: Element>(q: &Tensor, k: &Tensor, d: cpu::Dims) -> Result<Tensor> {
     let shape = (d.heads, d.rows, d.len);
     if q.elem_count() == 0 || d.len == 0 {
-        return Ok(Tensor::zeros(shape, DType::F32, &Device::Cpu)?);
+        return Ok(Tensor::zeros(shape, DType::F32, q.device())?);
     }
     let queries = to_f32::<T>(OP, q)?;
     let out = with_slice::<T, _>(OP, k, |k| Ok(cpu::probabilities(&queries, k, d)))?;
