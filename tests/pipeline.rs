@@ -384,7 +384,7 @@ impl Scorer for Inverted {
         progress: &mut dyn FnMut(Progress),
     ) -> candle_specprefill::Result<Scores> {
         let mut scores = AttentionScorer::look_ahead().score(input, progress)?;
-        scores.importance.iter_mut().for_each(|s| *s = -*s);
+        scores.importance.iter_mut().for_each(|s| *s = 1.0 - *s);
         Ok(scores)
     }
 }

@@ -21,7 +21,7 @@ fn paper(pool: usize) -> AttentionScorer {
         window: 1,
         lookahead: 3,
         pool,
-        ..Default::default()
+        ..AttentionScorer::look_ahead()
     }
 }
 
@@ -179,6 +179,7 @@ fn every_scorer_is_reproducible_and_names_itself() {
     let tokens: Vec<u32> = (0..100).map(|i| (i * 31) % 256).collect();
     let mut names = std::collections::HashSet::new();
     for name in [
+        "look-ahead-wide",
         "look-ahead",
         "tail-window",
         "spec-pc",
@@ -341,4 +342,37 @@ fn a_draft_that_cannot_score_is_refused() {
     let mut blind = config.clone();
     blind.layer_types.fill(LayerType::LinearAttention);
     assert!(check_draft(&config, &blind, 256).is_err());
+}
+
+#[test]
+fn scorers_that_share_a_pass_score_as_alone() {
+    for dtype in [DType::F32, DType::BF16] {
+        let model = load("dense", dtype);
+        let tokens: Vec<u32> = (0..150).map(|i| (i * i * 5 + i) % 256).collect();
+        let scorers = [
+            AttentionScorer::look_ahead_wide(),
+            AttentionScorer::look_ahead(),
+            AttentionScorer::tail_window(),
+            AttentionScorer::spec_pc(),
+            paper(13),
+            AttentionScorer {
+                layers: Some(1),
+                ..AttentionScorer::tail_window()
+            },
+        ];
+        let input = ScorerInput {
+            draft: &model,
+            cx: &Context::default(),
+            tokens: &tokens,
+            prefill_chunk: 16,
+        };
+        let shared = AttentionScorer::score_all(&scorers, &input, &mut |_| {}).unwrap();
+        for (scorer, shared) in scorers.iter().zip(&shared) {
+            let alone = scored(&model, &tokens, scorer);
+            assert_eq!(shared.importance, alone.importance, "{scorer:?}");
+            assert_eq!(shared.lookahead, alone.lookahead, "{scorer:?}");
+        }
+        let none = AttentionScorer::score_all(&[], &input, &mut |_| {}).unwrap();
+        assert!(none.is_empty());
+    }
 }

@@ -94,8 +94,8 @@ pub struct GenerateArgs {
     /// first token)
     #[arg(long, default_value = "0.2")]
     pub keep: Keep,
-    /// What scores prompt tokens: look-ahead, tail-window, spec-pc, random or uniform
-    #[arg(long, default_value = "look-ahead")]
+    /// What scores prompt tokens: look-ahead-wide, look-ahead (as published), tail-window, spec-pc, random or uniform
+    #[arg(long, default_value = "look-ahead-wide")]
     pub scorer: Scoring,
     /// Use SpecPrefill for prompts of more tokens than this
     #[arg(long, default_value_t = 8192)]

@@ -38,7 +38,7 @@ struct Cli {
     #[arg(long, value_delimiter = ',', default_values = ["0.2", "0.1", "0.4"])]
     keep: Vec<Keep>,
     /// What scores
-    #[arg(long, value_delimiter = ',', default_values = ["look-ahead", "tail-window", "spec-pc", "random", "uniform"])]
+    #[arg(long, value_delimiter = ',', default_values = ["look-ahead-wide", "look-ahead", "tail-window", "spec-pc", "random", "uniform"])]
     scorers: Vec<String>,
     /// Tokens of the other tasks
     #[arg(long, default_value_t = 4096)]

@@ -141,7 +141,9 @@ impl Results {
             };
             for column in self.columns().iter().filter(|c| c.1.is_some()) {
                 let cases: Vec<&Case> = self.of(column, row).filter(|c| c.sparse).collect();
-                if cases.is_empty() || !["look-ahead", "tail-window"].contains(&column.0.as_str()) {
+                if cases.is_empty()
+                    || !["look-ahead-wide", "tail-window"].contains(&column.0.as_str())
+                {
                     continue;
                 }
                 let kept = mean(

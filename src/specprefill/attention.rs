@@ -1,21 +1,22 @@
 //! How much each prompt token matters, by the attention of a draft model.
 //!
-//! The default is the recipe of Speculative Prefill (arXiv 2502.02789): the draft reads the prompt and decodes a few tokens;
-//! per full-attention layer and head the softmax of their queries over the prompt's keys, average-pooled along the prompt;
-//! then the maximum over layers and heads and the mean over the queries.
+//! The recipe of Speculative Prefill (arXiv 2502.02789): the draft reads the prompt and decodes a few tokens; per full-attention
+//! layer and head the softmax of their queries over the prompt's keys, average-pooled along the prompt; then the maximum over
+//! layers and heads and the mean over the queries. The default is the same with a wide maximum as the pool.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use candle_core::Tensor;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use super::draft_pass::{Asked, DraftPass};
 use super::scorer::{Scorer, ScorerInput, Scores};
 use super::Progress;
 use crate::error::{Error, Result};
-use crate::ops::argmax;
 use crate::ops::attention::attention_probabilities;
-use crate::qwen3_5::{Cache, Capture, Keep, Rows, Wanted};
+use crate::qwen3_5::Cache;
 
 /// Queries that are scored together: what scoring holds in memory is this times the prompt, whatever the layers and heads.
 const QUERIES: usize = 8;
@@ -55,12 +56,12 @@ pub struct AttentionScorer {
 
 impl Default for AttentionScorer {
     fn default() -> Self {
-        Self::look_ahead()
+        Self::look_ahead_wide()
     }
 }
 
 impl AttentionScorer {
-    /// Speculative Prefill: 8 look-ahead queries, mean pool of 13.
+    /// Speculative Prefill as published: 8 look-ahead queries, mean pool of 13.
     pub fn look_ahead() -> Self {
         Self {
             window: 0,
@@ -71,6 +72,17 @@ impl AttentionScorer {
             late_queries_weigh_more: false,
             skip_layers: 0.0,
             layers: None,
+        }
+    }
+
+    /// The default: look-ahead, pooled by the maximum over 32 tokens on either side. An answer's token looks at the value and
+    /// hardly at the words before it, so that of a sentence across two chunks (of 32 tokens) the published pool keeps the
+    /// second only, and the target no longer knows what the value is of.
+    pub fn look_ahead_wide() -> Self {
+        Self {
+            pool: 65,
+            pooling: Join::Max,
+            ..Self::look_ahead()
         }
     }
 
@@ -106,71 +118,44 @@ impl AttentionScorer {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Scores> {
         self.validate()?;
-        if cache.length() != 0 {
-            return Err(Error::Cache("scoring starts from an empty cache".into()));
-        }
-        let start = Instant::now();
-        let total = input.tokens.len();
-        if total == 0 {
-            return Err(Error::Prompt("empty: there is nothing to score".into()));
-        }
-        let layers = self.layers(cache)?;
-        // Of the body only caches are read, so its last layer computes no attention and no feed-forward.
-        let (body_wants, end_wants) = match self.lookahead {
-            0 => (Wanted::Keys(layers.end - 1), Wanted::Keys(layers.end - 1)),
-            _ => (Wanted::Nothing, Wanted::All),
-        };
-        let window = self.window.min(total);
-        let (body, end) = input.tokens.split_at(total - window.max(1));
-        let mut done = 0;
-        for part in body.chunks(input.prefill_chunk.max(1)) {
-            feed(input, cache, part, body_wants, None)?;
-            done += part.len();
-            progress(Progress::Scoring { done, total });
-        }
-        let mut capture = Capture::default();
-        let mut hidden = feed(input, cache, end, end_wants, Some(&mut capture))?;
-        progress(Progress::Scoring { done: total, total });
-        let prefill_s = start.elapsed().as_secs_f64();
+        let pass = DraftPass::run(input, cache, self.asks(cache)?, progress)?;
+        self.scores(input, cache, &pass)
+    }
 
-        let start = Instant::now();
-        let mut queries = vec![];
-        if window > 0 {
-            let of_window = std::mem::take(&mut capture.queries);
-            queries.push((of_window, Some(total - window)));
+    /// Scores by several scorers with one pass of the draft. Each gives the importance and the tokens that it gives alone, to
+    /// the bit; its times are those of its share of the pass.
+    pub fn score_all(
+        scorers: &[Self],
+        input: &ScorerInput,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Vec<Scores>> {
+        let mut cache = input.draft.new_cache()?;
+        let mut asked = Asked::default();
+        for scorer in scorers {
+            scorer.validate()?;
+            let asks = scorer.asks(&cache)?;
+            asked.window = asked.window.max(asks.window);
+            asked.lookahead = asked.lookahead.max(asks.lookahead);
+            asked.layers = asked.layers.max(asks.layers);
         }
-        let mut lookahead = vec![];
-        if self.lookahead > 0 {
-            let mark = cache.mark()?;
-            while lookahead.len() < self.lookahead {
-                progress(Progress::Lookahead {
-                    done: lookahead.len(),
-                    total: self.lookahead,
-                });
-                let Some(rows) = &hidden else {
-                    return Err(Error::Draft("its pass gave no hidden state".into()));
-                };
-                let row = rows.narrow(0, rows.dim(0)? - 1, 1)?;
-                let logits = input.draft.logits(input.cx, &row)?;
-                let best = argmax::tokens(input.cx, &logits)?.into_iter().next();
-                let next = best.ok_or_else(|| Error::Draft("its pass gave no logits".into()))??;
-                lookahead.push(next);
-                hidden = feed(input, cache, &[next], Wanted::Last, Some(&mut capture))?;
-                queries.push((std::mem::take(&mut capture.queries), None));
-            }
-            cache.restore(&mark)?;
+        if scorers.is_empty() {
+            return Ok(vec![]);
         }
-        let importance = self.importance(input, cache, &queries, layers)?;
-        Ok(Scores {
-            importance,
-            lookahead,
-            prefill_s,
-            lookahead_s: start.elapsed().as_secs_f64(),
+        let pass = DraftPass::run(input, &mut cache, asked, progress)?;
+        let scores = scorers.iter().map(|s| s.scores(input, &cache, &pass));
+        scores.collect()
+    }
+
+    fn asks(&self, cache: &Cache) -> Result<Asked> {
+        Ok(Asked {
+            window: self.window,
+            lookahead: self.lookahead,
+            layers: self.layers(cache)?.end,
         })
     }
 
     /// The full-attention layers that are looked at.
-    fn layers(&self, cache: &Cache) -> Result<std::ops::Range<usize>> {
+    fn layers(&self, cache: &Cache) -> Result<Range<usize>> {
         let all = (0..).take_while(|i| cache.keys(*i).is_some()).count();
         if all == 0 {
             let what = "it has no full-attention layer to score with";
@@ -180,30 +165,21 @@ impl AttentionScorer {
         Ok(((end as f64 * self.skip_layers) as usize).min(end - 1)..end)
     }
 
-    /// `queries` holds per pass, per layer `[rows, heads, head_dim]`, and the prompt index of its first row if its rows see
-    /// only the keys up to their own.
-    fn importance(
-        &self,
-        input: &ScorerInput,
-        cache: &Cache,
-        queries: &[(Vec<Tensor>, Option<usize>)],
-        layers: std::ops::Range<usize>,
-    ) -> Result<Vec<f32>> {
+    /// By the queries of a pass that left at least those that this scorer asks for.
+    fn scores(&self, input: &ScorerInput, cache: &Cache, pass: &DraftPass) -> Result<Scores> {
+        let start = Instant::now();
         let len = input.tokens.len();
-        let count: usize = self.window.min(len) + self.lookahead;
+        let layers = self.layers(cache)?;
+        let window = self.window.min(len);
+        let count = window + self.lookahead;
         let mut out = vec![0f32; len];
         let mut done = 0;
-        // Look-ahead passes of one row each are scored together.
-        let (windows, steps): (Vec<_>, Vec<_>) = queries.iter().partition(|(_, at)| at.is_some());
-        let windows = windows.into_iter().map(|(q, at)| (q.clone(), *at));
-        let mut steps_joined = vec![];
-        for layer in 0..steps.first().map_or(0, |(q, _)| q.len()) {
-            let rows: Vec<&Tensor> = steps.iter().map(|(q, _)| &q[layer]).collect();
-            steps_joined.push(Tensor::cat(&rows, 0)?);
-        }
-        let steps = (!steps_joined.is_empty()).then_some((steps_joined, None));
-        for (queries, first) in windows.chain(steps) {
-            let rows = queries[layers.start].dim(0)?;
+        // Window rows see the keys up to their own, look-ahead rows all.
+        let blocks = [
+            (window, pass.window(window)?, Some(len - window)),
+            (self.lookahead, pass.steps(self.lookahead)?, None),
+        ];
+        for (rows, queries, first) in blocks {
             for from in (0..rows).step_by(QUERIES) {
                 let n = QUERIES.min(rows - from);
                 let seen: Vec<usize> = (from..from + n)
@@ -232,7 +208,17 @@ impl AttentionScorer {
         if self.queries == Join::Mean {
             out.iter_mut().for_each(|v| *v /= count as f32);
         }
-        Ok(out)
+        let lookahead = &pass.lookahead[..self.lookahead.min(pass.lookahead.len())];
+        let steps_s = lookahead
+            .len()
+            .checked_sub(1)
+            .map_or(0.0, |i| pass.step_s[i]);
+        Ok(Scores {
+            importance: out,
+            lookahead: lookahead.to_vec(),
+            prefill_s: pass.prefill_s,
+            lookahead_s: steps_s + start.elapsed().as_secs_f64(),
+        })
     }
 
     /// One layer's pooled probabilities of `q` `[rows, heads, head_dim]`, joined by the maximum into `best` `[rows, len]`. One
@@ -308,29 +294,6 @@ impl Scorer for AttentionScorer {
 
     fn score(&self, input: &ScorerInput, progress: &mut dyn FnMut(Progress)) -> Result<Scores> {
         self.score_into(input, &mut input.draft.new_cache()?, progress)
-    }
-}
-
-fn feed(
-    input: &ScorerInput,
-    cache: &mut Cache,
-    tokens: &[u32],
-    wanted: Wanted,
-    capture: Option<&mut Capture>,
-) -> Result<Option<Tensor>> {
-    let first = cache.next_position().get();
-    let positions: Vec<u32> = (first..first + tokens.len() as u32).collect();
-    let rows = Rows {
-        cache,
-        tokens,
-        positions: &positions,
-        keep: Keep::Commit,
-    };
-    match capture {
-        Some(capture) => input
-            .draft
-            .forward_capturing(input.cx, rows, wanted, capture),
-        None => input.draft.forward_wanted(input.cx, &mut [rows], wanted),
     }
 }
 

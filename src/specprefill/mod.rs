@@ -5,6 +5,7 @@
 mod admit;
 mod attention;
 mod draft;
+mod draft_pass;
 mod keep;
 mod memo;
 mod report;
@@ -137,7 +138,7 @@ pub fn choose_by(
     ))
 }
 
-/// Scores a prompt, and checks what the scorer says.
+/// Scores a prompt, and refuses scores that are not one per token, finite and not negative.
 pub fn score(
     scorer: &dyn Scorer,
     input: &ScorerInput,
@@ -151,8 +152,13 @@ pub fn score(
         let what = format!("the scorer gave {found} scores for {tokens} tokens");
         return Err(Error::Draft(what));
     }
-    if !scores.importance.iter().any(|s| s.is_finite()) {
-        return Err(Error::Draft("none of its scores is a number".into()));
+    let bad = |s: &f32| !s.is_finite() || *s < 0.0;
+    if let Some(at) = scores.importance.iter().position(bad) {
+        let what = format!(
+            "the scorer gave token {at} the score {}: scores must be finite and not negative",
+            scores.importance[at]
+        );
+        return Err(Error::Draft(what));
     }
     Ok(scores)
 }

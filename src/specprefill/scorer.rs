@@ -26,7 +26,7 @@ pub struct ScorerInput<'a> {
 /// What scoring found and what it cost.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Scores {
-    /// Per prompt token; only the order and the proportions matter.
+    /// Per prompt token, finite and not negative; only the order and the proportions matter.
     pub importance: Vec<f32>,
     /// The tokens that the draft would answer with, as far as it looked ahead.
     pub lookahead: Vec<u32>,
@@ -54,7 +54,7 @@ pub trait Scorer: Debug + Send + Sync {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scoring {
-    /// By the draft's attention; the default is the published look-ahead recipe.
+    /// By the draft's attention; the default is [`AttentionScorer::look_ahead_wide`].
     Attention(AttentionScorer),
     /// At random: a control, which shows what a task is worth as a test.
     Random {
@@ -67,7 +67,7 @@ pub enum Scoring {
 
 impl Default for Scoring {
     fn default() -> Self {
-        Self::Attention(AttentionScorer::look_ahead())
+        Self::Attention(AttentionScorer::default())
     }
 }
 
@@ -137,16 +137,17 @@ fn unit(x: u64) -> f32 {
 impl FromStr for Scoring {
     type Err = Error;
 
-    /// `look-ahead`, `tail-window`, `spec-pc`, `random` (or `random:SEED`) or `uniform`.
+    /// `look-ahead-wide` (the default), `look-ahead` (as published), `tail-window`, `spec-pc`, `random` (or `random:SEED`) or `uniform`.
     fn from_str(text: &str) -> Result<Self> {
         let bad = || {
             Error::Option {
             name: "scorer",
-            what: format!("{text:?} is none of look-ahead, tail-window, spec-pc, random, random:SEED, uniform"),
+            what: format!("{text:?} is none of look-ahead-wide, look-ahead, tail-window, spec-pc, random, random:SEED, uniform"),
         }
         };
         Ok(match text {
-            "look-ahead" => Self::default(),
+            "look-ahead-wide" => Self::Attention(AttentionScorer::look_ahead_wide()),
+            "look-ahead" => Self::Attention(AttentionScorer::look_ahead()),
             "tail-window" => Self::Attention(AttentionScorer::tail_window()),
             "spec-pc" => Self::Attention(AttentionScorer::spec_pc()),
             "random" => Self::Random { seed: 0 },
