@@ -3,6 +3,7 @@
 
 mod argmax;
 mod attention;
+mod counts;
 mod elementwise;
 mod embed;
 mod gated_delta;

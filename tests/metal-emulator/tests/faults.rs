@@ -127,6 +127,14 @@ const CHECKED: &[(&str, FaultKind)] = &[
     ("binding_threads", Binding),
 ];
 
+/// Those that need a launch of their own; see the test.
+const LAUNCHED: [&str; 4] = [
+    "race_between_threadgroups",
+    "uninitialised_from_other_group",
+    "memory_dynamic",
+    "binding_small",
+];
+
 #[test]
 fn checked_mode_catches_every_planted_fault() {
     if !available("planted faults, checked mode") {
@@ -134,6 +142,11 @@ fn checked_mode_catches_every_planted_fault() {
     }
     let library = Library::compile(file(), &[]).unwrap();
     library.prepare(Mode::Checked, |_| true).unwrap();
+    // Every kernel of the file is a case of this test, but for the one that is right.
+    let cases = CHECKED.iter().map(|c| c.0).chain(LAUNCHED);
+    let cases: std::collections::HashSet<_> = cases.chain(["binding_optional"]).collect();
+    assert!(library.kernels().iter().all(|k| cases.contains(&**k)));
+    assert_eq!(cases.len(), library.kernels().len());
     for &(kernel, kind) in CHECKED {
         expect(Case::new(&library, kernel).run(), kernel, kind);
     }
