@@ -18,6 +18,8 @@ mod generation;
 #[cfg(feature = "chat")]
 mod generation_config;
 #[cfg(feature = "chat")]
+mod guard;
+#[cfg(feature = "chat")]
 mod json;
 #[cfg(feature = "chat")]
 mod json_filter;

@@ -19,8 +19,8 @@ pub(super) struct Past {
     tokens: Vec<u32>,
     /// What the tokens stand for, special tokens included.
     text: String,
-    /// Where messages stand in the text; `None` where the template does not show it.
-    contents: Option<Vec<Range<usize>>>,
+    /// Where the text spells special tokens that are text.
+    literal: Vec<Range<usize>>,
     /// Where in the text the prompt of the turn under way is marked.
     split: usize,
     places: VecDeque<Place>,
@@ -87,27 +87,22 @@ impl Past {
         let Some(rest) = layout.text.strip_prefix(&self.text[..at]) else {
             return false;
         };
-        // Where special tokens are cut off, tokens do not depend on what is beyond. The same text in other messages may
+        // Where special tokens are cut off, tokens do not depend on what is beyond. The same text written by others may
         // be other tokens.
         let last = self.tokens[..place.tokens].last();
         let special = last.is_some_and(|id| tokenizer.is_special(*id));
-        let cut = special || tokenizer.begins_special(rest);
-        let before = |contents: &Option<Vec<Range<usize>>>| {
-            let contents = contents.as_ref()?.iter();
-            Some(
-                contents
-                    .take_while(|c| c.start < at)
-                    .cloned()
-                    .collect::<Vec<_>>(),
-            )
-        };
-        !rest.is_empty() && cut && before(&self.contents) == before(&layout.contents)
+        let spelled = layout.literal.iter().any(|r| r.start == at);
+        let cut = special || (tokenizer.begins_special(rest) && !spelled);
+        let before = |literal: &[Range<usize>]| literal.partition_point(|r| r.start < at);
+        let mine = &self.literal[..before(&self.literal)];
+        let theirs = &layout.literal[..before(&layout.literal)];
+        !rest.is_empty() && cut && mine == theirs
     }
 
     /// Remembers what a turn's prompt is: `tokens` come after the place gone back to, and the text is marked at `split`.
     pub fn begin_turn(&mut self, layout: &Layout, tokens: &[u32], split: usize) {
         self.text.clone_from(&layout.text);
-        self.contents.clone_from(&layout.contents);
+        self.literal.clone_from(&layout.literal);
         self.tokens.extend_from_slice(tokens);
         self.split = split;
     }
@@ -147,14 +142,19 @@ impl Past {
     }
 
     /// Takes the cache back after an answer of these tokens: a text, and the stop token that may have ended it.
-    pub fn answered(&mut self, cache: Cache, ids: &[u32], text: &str, stop: &str) -> Result<()> {
+    pub fn answered(
+        &mut self,
+        cache: Cache,
+        ids: &[u32],
+        (text, stop): (&str, &str),
+        tokenizer: &TextTokenizer,
+    ) -> Result<()> {
         if !ids.is_empty() {
             let start = self.text.len();
             self.tokens.extend_from_slice(ids);
             self.text.push_str(text);
-            if let Some(contents) = &mut self.contents {
-                contents.push(start..self.text.len());
-            }
+            let spelled = tokenizer.special_ranges(text).into_iter();
+            (self.literal).extend(spelled.map(|r| start + r.start..start + r.end));
             self.text.push_str(stop);
             self.push(Place {
                 mark: cache.mark()?,

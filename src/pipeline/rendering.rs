@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::guard::{self, Guarded};
 use super::spans::{self, RenderedPrompt};
 use super::{GenerateOptions, Message, Prompt, SpecPrefillPipeline, TemplateOptions};
 use crate::specprefill::Role;
@@ -13,8 +14,8 @@ pub(super) struct Layout {
     /// Where each message's content stands, if the template shows it.
     pub contents: Option<Vec<Range<usize>>>,
     roles: Vec<(Role, Range<usize>)>,
-    /// Whether contents have special tokens, which are text.
-    literal: bool,
+    /// Where callers wrote what looks like special tokens and is text.
+    pub literal: Vec<Range<usize>>,
 }
 
 impl SpecPrefillPipeline {
@@ -40,9 +41,16 @@ impl SpecPrefillPipeline {
         layout: &Layout,
     ) -> Result<RenderedPrompt> {
         let mut prompt = self.tokens_from(layout, 0)?;
-        let tokenizer = self.tokenizer();
-        if let Some([a, b]) = self.template().static_renderings(messages, options)? {
-            let (a, b) = (tokenizer.encode(&a)?, tokenizer.encode(&b)?);
+        if let Some([a, b]) = static_probes(messages) {
+            let encode = |probe: Vec<Message>| {
+                let probe = self.guarded(&probe, options)?;
+                Ok::<_, Error>(
+                    self.tokenizer()
+                        .encode_prompt(&probe.text, &probe.literal)?
+                        .0,
+                )
+            };
+            let (a, b) = (encode(a)?, encode(b)?);
             prompt.fixed = common_prefix(&prompt.tokens, &a).min(common_prefix(&a, &b));
         }
         prompt.text.clone_from(&layout.text);
@@ -57,43 +65,26 @@ impl SpecPrefillPipeline {
         {
             return Err(Error::Prompt("empty; write a question".into()));
         }
-        let (template, tokenizer) = (self.template(), self.tokenizer());
-        let text = template.render_with(messages, options)?;
-        let contents = spans::locate(template, messages, options, &text);
-        let special = match options.special_tokens {
-            true => None,
-            false => messages
-                .iter()
-                .find_map(|m| tokenizer.special_in(&m.content)),
-        };
-        match (&contents, &special) {
-            (Some(contents), Some(_)) if self.told(messages, &text, contents) => {}
-            (_, Some(token)) => {
-                return Err(Error::Prompt(format!(
-                    "a message contains the special token {token:?}, and this template does not show where that message begins and ends: remove it, or set TemplateOptions::special_tokens"
-                )))
-            }
-            _ => {}
-        }
+        let Guarded { text, literal } = self.guarded(messages, options)?;
+        let contents = spans::locate(self.template(), messages, options, &text);
         Ok(Layout {
             roles: spans::byte_spans(messages, &text, contents.clone()),
             text,
             contents,
-            literal: special.is_some(),
+            literal,
         })
+    }
+
+    fn guarded(&self, messages: &[Message], options: &TemplateOptions) -> Result<Guarded> {
+        guard::render(self.template(), self.tokenizer(), messages, options)
     }
 
     /// The tokens of a conversation from byte `from` of its text on, where a token must begin.
     pub(super) fn tokens_from(&self, layout: &Layout, from: usize) -> Result<RenderedPrompt> {
         let text = layout.text.get(from..).unwrap_or_default();
         let after = |range: &Range<usize>| range.start.max(from) - from..range.end.max(from) - from;
-        let (tokens, offsets) = match (layout.literal, &layout.contents) {
-            (true, Some(contents)) => {
-                let contents: Vec<_> = contents.iter().map(after).collect();
-                self.tokenizer().encode_prompt(text, &contents)?
-            }
-            _ => self.tokenizer().encode_with_offsets(text)?,
-        };
+        let literal: Vec<_> = layout.literal.iter().map(after).collect();
+        let (tokens, offsets) = self.tokenizer().encode_prompt(text, &literal)?;
         let roles = layout
             .roles
             .iter()
@@ -105,15 +96,6 @@ impl SpecPrefillPipeline {
             text: String::new(),
             offsets,
             fixed: 0,
-        })
-    }
-
-    /// Whether every message with a special token in its text stands unchanged where it was found: of one that the template
-    /// changed, the end is a guess that such a token could mislead.
-    fn told(&self, messages: &[Message], text: &str, contents: &[Range<usize>]) -> bool {
-        messages.iter().zip(contents).all(|(message, range)| {
-            text[range.clone()].trim() == message.content.trim()
-                || self.tokenizer().special_in(&message.content).is_none()
         })
     }
 
@@ -161,6 +143,21 @@ impl SpecPrefillPipeline {
         }
         Ok(())
     }
+}
+
+/// Two conversations that share exactly the leading system and developer messages, or `None` if there are no such messages or
+/// no others. What a prompt has in common with both is the part that no user turn can change.
+fn static_probes(messages: &[Message]) -> Option<[Vec<Message>; 2]> {
+    let system = |m: &&Message| matches!(m.role.as_str(), "system" | "developer");
+    let leading = messages.iter().take_while(system).count();
+    if leading == 0 || leading == messages.len() {
+        return None;
+    }
+    Some(["alpha", "0 omega"].map(|text| {
+        let mut probe = messages[..leading].to_vec();
+        probe.push(Message::user(text));
+        probe
+    }))
 }
 
 fn common_prefix(a: &[u32], b: &[u32]) -> usize {

@@ -75,7 +75,7 @@ impl Request<'_> {
             let text = tokenizer.decode_all(&ids[..stop])?;
             let stop = tokenizer.decode_all(&ids[stop..])?;
             let (cache, _) = session.into_parts(target, self.cx)?;
-            past.answered(cache, ids, &text, &stop)?;
+            past.answered(cache, ids, (&text, &stop), tokenizer)?;
         }
         self.send(Event::Finished(Box::new(usage)));
         Ok(())

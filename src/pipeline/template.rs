@@ -23,7 +23,8 @@ pub struct TemplateOptions {
     pub tools: Vec<TemplateValue>,
     /// Whether the model thinks before it answers; the template's own default if `None`.
     pub enable_thinking: Option<bool>,
-    /// Whether special tokens written in messages count as such. Off, a user cannot end a turn by writing `<|im_end|>`.
+    /// Whether special tokens written in messages and tool definitions count as such. Off, nobody can end a turn by writing
+    /// `<|im_end|>`, in whatever field. `variables` are the application's own and always count.
     pub special_tokens: bool,
     /// Further variables.
     pub variables: BTreeMap<String, TemplateValue>,
@@ -141,28 +142,6 @@ impl ChatTemplate {
             .get_template(NAME)
             .and_then(|template| template.render(variables))
             .map_err(template_error)
-    }
-
-    /// Two renderings that share exactly the leading system and developer messages (and the tools), or `None` if there are
-    /// no such messages or no others. What the prompt has in common with both is the part that no user turn can change.
-    pub fn static_renderings(
-        &self,
-        messages: &[Message],
-        options: &TemplateOptions,
-    ) -> Result<Option<[String; 2]>> {
-        let leading = messages
-            .iter()
-            .take_while(|message| matches!(message.role.as_str(), "system" | "developer"))
-            .count();
-        if leading == 0 || leading == messages.len() {
-            return Ok(None);
-        }
-        let render = |text: &str| {
-            let mut probe = messages[..leading].to_vec();
-            probe.push(Message::user(text));
-            self.render_with(&probe, options)
-        };
-        Ok(Some([render("alpha")?, render("0 omega")?]))
     }
 }
 

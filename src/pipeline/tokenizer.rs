@@ -57,17 +57,16 @@ impl TextTokenizer {
         Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
     }
 
-    /// [`TextTokenizer::encode_with_offsets`] of a rendered prompt: what looks like a special token within `contents` (byte
+    /// [`TextTokenizer::encode_with_offsets`] of a rendered prompt: what looks like a special token within `literal` (byte
     /// ranges: what users wrote) is plain text.
     pub fn encode_prompt(
         &self,
         text: &str,
-        contents: &[Range<usize>],
+        literal: &[Range<usize>],
     ) -> Result<(Vec<u32>, Offsets)> {
         let (ids, offsets) = self.encode_with_offsets(text)?;
-        let own = |(start, end): (usize, usize)| {
-            contents.iter().all(|c| end <= c.start || c.end <= start)
-        };
+        let own =
+            |(start, end): (usize, usize)| literal.iter().all(|c| end <= c.start || c.end <= start);
         let special = ids.iter().copied().zip(offsets.iter().copied());
         let special: Vec<_> = special
             .filter(|(id, _)| self.special.contains(id))
@@ -99,10 +98,29 @@ impl TextTokenizer {
         Ok((ids, offsets))
     }
 
-    /// A special token that a text contains as text.
-    pub(super) fn special_in(&self, text: &str) -> Option<String> {
-        let token = |id: &u32| self.tokenizer.id_to_token(*id);
-        (self.special.iter().filter_map(token)).find(|t| !t.is_empty() && text.contains(t.as_str()))
+    /// Where a text spells special tokens, in order; what overlaps is one.
+    pub(super) fn special_ranges(&self, text: &str) -> Vec<Range<usize>> {
+        let spelled = self
+            .special
+            .iter()
+            .filter_map(|id| self.tokenizer.id_to_token(*id));
+        let spelled = spelled.filter(|token| !token.is_empty());
+        let found = spelled.flat_map(|token| {
+            let found = text
+                .match_indices(&*token)
+                .map(|(at, _)| at..at + token.len());
+            found.collect::<Vec<_>>()
+        });
+        let mut found: Vec<Range<usize>> = found.collect();
+        found.sort_by_key(|range| (range.start, range.end));
+        let mut ranges: Vec<Range<usize>> = vec![];
+        for range in found {
+            match ranges.last_mut() {
+                Some(last) if range.start < last.end => last.end = last.end.max(range.end),
+                _ => ranges.push(range),
+            }
+        }
+        ranges
     }
 
     /// The text of tokens, without special tokens. Incomplete characters become U+FFFD.
