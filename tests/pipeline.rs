@@ -288,6 +288,35 @@ fn a_prompt_is_scored_once() {
     assert!(!answer(&pipeline, messages, &options).1.specprefill.memo);
 }
 
+#[test]
+fn scores_made_together_are_found_by_later_requests_and_change_none() {
+    let (alone, together) = (pair(), pair());
+    let (_, messages) = needle("needle_4k_01.json");
+    let options = long_options();
+    let wide = AttentionScorer::look_ahead_wide();
+    let scorers = [AttentionScorer::spec_pc(), wide];
+    let scores = together
+        .score_all(messages.clone(), &scorers, &options)
+        .unwrap();
+    assert!(scores.len() == 2 && scores[1].prefill_s > 0.0);
+    let selected = |pipeline: &SpecPrefillPipeline, memo| {
+        let selected = pipeline.select(messages.clone(), &options).unwrap();
+        assert_eq!(selected.usage.memo, memo);
+        selected.selection.unwrap()
+    };
+    let (a, b) = (selected(&alone, false), selected(&together, true));
+    assert_eq!(
+        (a.kept, a.chunks, a.lookahead),
+        (b.kept, b.chunks, b.lookahead)
+    );
+    let target = SpecPrefillPipeline::builder(tiny().join("target"));
+    let error = target
+        .build()
+        .unwrap()
+        .score_all(messages, &scorers, &options);
+    assert!(matches!(error, Err(candle_specprefill::Error::Draft(_))));
+}
+
 /// Sampled text at a seed shows a difference of a single bit in the logits sooner or later.
 #[test]
 fn a_stored_system_block_changes_no_bit() {

@@ -5,17 +5,17 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod divergence;
+mod gate;
 mod output;
 mod tasks;
 
-use std::collections::HashMap;
 use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
 use candle_specprefill::mtp::Depth;
 use candle_specprefill::pipeline::{Event, GenerateOptions, SpecPrefillPipeline, Usage};
-use candle_specprefill::specprefill::{Keep, Scoring};
+use candle_specprefill::specprefill::{AttentionScorer, Keep, Scoring};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -34,7 +34,7 @@ struct Cli {
     /// Depths of the needle, 0 to 1; lengths of 12000 and more take the first and the last
     #[arg(long, value_delimiter = ',', default_values_t = [0.1, 0.5, 0.9])]
     depths: Vec<f64>,
-    /// How much is kept; the first is the only one for tasks other than needles
+    /// How much is kept; the first is the only one for tasks other than needles and for lengths of 12000 and more
     #[arg(long, value_delimiter = ',', default_values = ["0.2", "0.1", "0.4"])]
     keep: Vec<Keep>,
     /// What scores
@@ -58,6 +58,12 @@ struct Cli {
     /// Tokens before every kept run that are kept too
     #[arg(long, default_value_t = 0)]
     seam: usize,
+    /// Plain texts for the divergence from full prefill
+    #[arg(long, default_value_t = 2)]
+    texts: usize,
+    /// Tokens drafted per cycle by the target's head; answers are the same at every depth, and full prefill is cheaper without
+    #[arg(long, default_value_t = 0)]
+    mtp_depth: usize,
     /// Text to hide facts in, paragraphs apart by empty lines [default: the embedded prompts']
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
@@ -68,6 +74,9 @@ struct Cli {
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }
+
+/// Prompts of so many tokens are read at fewer depths and one share only.
+pub const LONG: usize = 12_000;
 
 fn main() -> Result<()> {
     let cli = Cli::parse();
@@ -84,7 +93,7 @@ fn main() -> Result<()> {
         .map(|name| Ok((name.clone(), name.parse()?)))
         .collect::<Result<_>>()?;
     let keeps = |task: &Task| match task.kind {
-        Kind::Needle => &cli.keep[..],
+        Kind::Needle if task.length < LONG => &cli.keep[..],
         _ => &cli.keep[..1],
     };
     let answers = tasks.iter().map(|t| 1 + scorers.len() * keeps(t).len());
@@ -92,26 +101,37 @@ fn main() -> Result<()> {
         ProgressStyle::with_template("{bar:40} {pos}/{len} {msg} {elapsed}, {eta} left")?,
     );
     let mut cases = vec![];
-    for task in &tasks {
+    let attention = scorers.iter().filter_map(|(_, scoring)| match scoring {
+        Scoring::Attention(scorer) => Some(scorer.clone()),
+        _ => None,
+    });
+    let attention: Vec<AttentionScorer> = attention.collect();
+    for (i, task) in tasks.iter().enumerate() {
         bar.set_message(format!("{:?} {}", task.kind, task.length));
         let mut options = options(&cli);
         options.specprefill.enabled = false;
-        cases.push(case(&pipeline, task, "full", &options)?);
+        cases.push(case(&pipeline, (i, task), "full", &options)?);
         bar.inc(1);
+        // One pass of the draft serves all of them, and each bears the time that its share of it took.
+        let scores = match pipeline.draft() {
+            Some(_) => pipeline.score_all(task.messages.clone(), &attention, &options)?,
+            None => vec![],
+        };
         for (name, scoring) in &scorers {
-            // Later shares reuse the scores of the first, but not their time.
-            let mut scoring_s = HashMap::new();
+            let place = |scorer: &AttentionScorer| attention.iter().position(|s| s == scorer);
+            let scores = match scoring {
+                Scoring::Attention(scorer) => place(scorer).and_then(|at| scores.get(at)),
+                _ => None,
+            };
             for keep in keeps(task) {
                 options.specprefill.enabled = true;
                 options.specprefill.keep = *keep;
                 options.specprefill.scorer = scoring.clone();
-                let mut case = case(&pipeline, task, name, &options)?;
-                match scoring_s.get(name) {
-                    None => drop(scoring_s.insert(name, case.scoring_s)),
-                    Some(seconds) => {
-                        case.scoring_s += seconds;
-                        case.ttft_s += seconds;
-                    }
+                let mut case = case(&pipeline, (i, task), name, &options)?;
+                if let (true, Some(scores)) = (case.sparse, scores) {
+                    case.draft_prefill_s = scores.prefill_s;
+                    case.scoring_s = scores.prefill_s + scores.lookahead_s;
+                    case.ttft_s += case.scoring_s;
                 }
                 cases.push(case);
                 bar.inc(1);
@@ -119,8 +139,9 @@ fn main() -> Result<()> {
         }
     }
     bar.finish_and_clear();
-    let text = maker.plain(cli.task_length)?;
-    let divergences = divergence::measure(&pipeline, &text, &scorers, &cli.keep, &options(&cli))?;
+    let texts = (0..cli.texts).map(|_| maker.plain(cli.task_length));
+    let texts: Vec<Vec<u32>> = texts.collect::<Result<_>>()?;
+    let divergences = divergence::measure(&pipeline, &texts, &scorers, &cli.keep, &options(&cli))?;
     let results = Results {
         cases,
         divergences,
@@ -142,7 +163,10 @@ fn main() -> Result<()> {
 
 fn options(cli: &Cli) -> GenerateOptions {
     let mut options = GenerateOptions {
-        mtp_depth: Depth::Fixed(3),
+        mtp_depth: match cli.mtp_depth {
+            0 => Depth::Off,
+            depth => Depth::Fixed(depth),
+        },
         ..Default::default()
     };
     options.specprefill.threshold = 600;
@@ -158,7 +182,7 @@ fn tasks(cli: &Cli, maker: &mut Maker) -> Vec<Task> {
     for _ in 0..cli.samples {
         for &length in &cli.lengths {
             let ends = [cli.depths[0], cli.depths[cli.depths.len() - 1]];
-            let depths = if length >= 12_000 {
+            let depths = if length >= LONG {
                 &ends[..]
             } else {
                 &cli.depths[..]
@@ -181,7 +205,7 @@ fn tasks(cli: &Cli, maker: &mut Maker) -> Vec<Task> {
 
 fn case(
     pipeline: &SpecPrefillPipeline,
-    task: &Task,
+    (index, task): (usize, &Task),
     scorer: &str,
     options: &GenerateOptions,
 ) -> Result<Case> {
@@ -193,6 +217,7 @@ fn case(
     let (text, usage) = answer(pipeline, task, &options)?;
     let sparse = usage.specprefill.admitted;
     Ok(Case {
+        task: index,
         kind: task.kind,
         length: task.length,
         depth: task.depth,
@@ -207,6 +232,7 @@ fn case(
         sparse,
         prompt_tokens: usage.prompt_tokens,
         kept_tokens: usage.kept_tokens,
+        draft_prefill_s: usage.specprefill.scoring_s,
         ttft_s: usage.time_to_first_token_s,
         scoring_s: usage.specprefill.scoring_s + usage.specprefill.lookahead_s,
         prefill_s: usage.specprefill.prefill_s,

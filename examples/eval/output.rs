@@ -9,11 +9,14 @@ use plotters::prelude::*;
 use serde::Serialize;
 
 use crate::divergence::Divergence;
+use crate::gate;
 use crate::tasks::Kind;
 
 /// One answer.
 #[derive(Clone, Debug, Serialize)]
 pub struct Case {
+    /// Which prompt.
+    pub task: usize,
     pub kind: Kind,
     pub length: usize,
     pub depth: f64,
@@ -28,6 +31,8 @@ pub struct Case {
     pub prompt_tokens: usize,
     pub kept_tokens: usize,
     pub ttft_s: f64,
+    /// The draft's reading, a part of `scoring_s`.
+    pub draft_prefill_s: f64,
     pub scoring_s: f64,
     pub prefill_s: f64,
     /// The target's probability of the draft's first token.
@@ -132,7 +137,7 @@ impl Results {
                 );
             }
         }
-        out.push_str("\n\nSpeed-up of the first token, measured and by the model 1 / (kept + d), d the draft's cost by the target's\n\n| length | scorer | keep | kept | d | measured | model |\n|---|---|---|---|---|---|---|");
+        out.push_str("\n\nSpeed-up of the first token, measured and by the model 1 / (kept + d), d the draft's cost by the target's\n\n| length | scorer | keep | kept | d | measured | model | look-ahead and scoring by the draft's reading |\n|---|---|---|---|---|---|---|---|");
         for (name, row) in rows.iter().filter(|(name, _)| name.starts_with("needle")) {
             let column = ("full".into(), None);
             let full: Vec<&Case> = self.of(&column, row).collect();
@@ -156,11 +161,12 @@ impl Results {
                     mean(full.iter().map(|c| c.ttft_s)) / mean(cases.iter().map(|c| c.ttft_s));
                 let _ = write!(
                     out,
-                    "\n| {} | {} | {} | {kept:.3} | {d:.3} | {measured:.2} | {:.2} |",
+                    "\n| {} | {} | {} | {kept:.3} | {d:.3} | {measured:.2} | {:.2} | {:.1} % |",
                     name.trim_start_matches("needle "),
                     column.0,
                     column.1.as_deref().unwrap_or_default(),
-                    1.0 / (kept + d)
+                    1.0 / (kept + d),
+                    100.0 * (mean(cases.iter().map(|c| c.scoring_s / c.draft_prefill_s)) - 1.0)
                 );
             }
         }
@@ -189,6 +195,7 @@ impl Results {
                 let _ = write!(out, " {:.3} |", at(q));
             }
         }
+        out.push_str(&gate::summary(&self.cases));
         let _ = write!(
             out,
             "\n\n{} answers in {:.0} s\n",
@@ -219,7 +226,8 @@ impl Results {
                 .y_desc("right answers, %")
                 .light_line_style(WHITE)
                 .draw()?;
-            let needle = |c: &Case| c.kind == Kind::Needle;
+            // Longer ones have one share only.
+            let needle = |c: &Case| c.kind == Kind::Needle && c.length < crate::LONG;
             let full = 100.0 * mean(self.of(&("full".into(), None), &needle).map(|c| c.score));
             let grey = RGBColor(120, 120, 120);
             chart

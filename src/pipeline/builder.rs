@@ -17,7 +17,9 @@ use crate::ops::Context;
 use crate::qwen3_5::checkpoint::Checkpoint;
 use crate::qwen3_5::config::Config;
 use crate::qwen3_5::{LoadOptions, Model, ModelMemory};
-use crate::specprefill::{check_draft, Costs, ScoreMemo, Scorer};
+use crate::specprefill::{
+    check_draft, AttentionScorer, Costs, ScoreMemo, Scorer, ScorerInput, Scores,
+};
 use crate::{Error, Result};
 
 /// Settings of a pipeline that is to be loaded.
@@ -350,6 +352,35 @@ impl SpecPrefillPipeline {
             selection,
             usage,
         })
+    }
+
+    /// Scores a prompt by several scorers with one pass of the draft, whatever its length. Later requests with the same prompt
+    /// and one of these scorers find its scores in the memo.
+    pub fn score_all(
+        &self,
+        prompt: impl Into<Prompt>,
+        scorers: &[AttentionScorer],
+        options: &GenerateOptions,
+    ) -> Result<Vec<Arc<Scores>>> {
+        options.validate()?;
+        let prompt = self.prompt(prompt.into(), options)?;
+        let Some(draft) = &self.parts.draft else {
+            return Err(Error::Draft("there is none to score with".into()));
+        };
+        let input = ScorerInput {
+            draft,
+            cx: &Context::default(),
+            tokens: &prompt.tokens,
+            prefill_chunk: options.specprefill.prefill_chunk,
+        };
+        let all = AttentionScorer::score_all(scorers, &input, &mut |_| {})?;
+        let remember = |(scorer, scores): (&AttentionScorer, Scores)| {
+            let scores = Arc::new(scores);
+            let id = scorer.id();
+            self.parts.memo.insert(&id, input.tokens, scores.clone());
+            scores
+        };
+        Ok(scorers.iter().zip(all).map(remember).collect())
     }
 
     /// Starts an answer. What is wrong with the prompt or the options is refused here; the work runs on a thread of its own
