@@ -7,6 +7,8 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use candle_specprefill::mtp::{prefill, Depth, PrefillOptions, Sampling, Session, SessionOptions};
 use candle_specprefill::ops::Context;
+use candle_specprefill::qwen3_5::checkpoint::Checkpoint;
+use candle_specprefill::qwen3_5::config::Config;
 use candle_specprefill::qwen3_5::{Cache, DraftRows, Keep, LoadOptions, Model, Rows};
 use candle_specprefill::Error;
 use support::{distance, feed, golden, ids, load, logits, same_bits, same_contents, tensors};
@@ -78,6 +80,101 @@ fn quantized_side_car_head_equals_mlx() {
     let want = &tensors("mlx/moe_mtp_q4g64/golden.safetensors")["mtp_hidden_f32act"];
     let d = distance(&out.narrow(0, 54, 16).unwrap(), want);
     assert!(d < 5e-5, "{d}");
+}
+
+/// Every place in which writers keep a head beside its trunk.
+#[test]
+fn side_cars_are_found_under_every_name() {
+    let mut all = tensors("moe/model.safetensors");
+    all.retain(|name, _| !name.starts_with("mtp."));
+    let side = golden("mlx/moe_mtp_q4g64/mtp.safetensors");
+    let mut outs = vec![];
+    for name in [
+        "mtp.safetensors",
+        "model-mtp.safetensors",
+        "mtp/weights.safetensors",
+    ] {
+        let dir = write("moe", &all);
+        assert!(!open(dir.path()).unwrap().has_mtp());
+        let file = dir.path().join(name);
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::copy(&side, file).unwrap();
+        outs.push(draft(&open(dir.path()).unwrap()));
+    }
+    assert!(outs.iter().all(|out| same_bits(out, &outs[0])));
+}
+
+/// A folder as `qwen3_5_mtp` repositories are: no prefix, and a note of who wrote it.
+fn head_folder(all: &Tensors, format: &str) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let notes = std::collections::HashMap::from([("format".to_string(), format.to_string())]);
+    let file = dir.path().join("model.safetensors");
+    safetensors::serialize_to_file(all.iter(), Some(notes), &file).unwrap();
+    dir
+}
+
+#[test]
+fn a_head_may_have_a_repository_of_its_own() {
+    let with_head = |trunk: &str, head: &TempDir| {
+        let config = Config::read(golden(trunk)).unwrap();
+        let checkpoint = Checkpoint::open(golden(trunk))
+            .unwrap()
+            .with_head(head.path());
+        Model::from_checkpoint(&config, &checkpoint.unwrap(), &LoadOptions::default()).unwrap()
+    };
+    // Raw, converted (norms hold 1 + w), and quantized: each beside a raw trunk that has a head itself.
+    let mut raw = Tensors::new();
+    for (name, tensor) in tensors("moe/model.safetensors") {
+        if let Some(own) = name.strip_prefix("mtp.") {
+            raw.insert(own.to_string(), tensor);
+        }
+    }
+    let converted = raw.iter().map(|(name, tensor)| {
+        let tensor = match name.contains("norm") {
+            true => (tensor.to_dtype(DType::F32).unwrap() + 1.0).unwrap(),
+            false => tensor.clone(),
+        };
+        (name.clone(), tensor)
+    });
+    let converted: Tensors = converted.collect();
+    let want = draft(&load("moe", DType::F32));
+    let damaged: Tensors = (raw.iter())
+        .map(|(name, t)| (name.clone(), t.affine(0.5, 0.0).unwrap()))
+        .collect();
+    assert!(!same_bits(
+        &draft(&with_head("moe", &head_folder(&damaged, "pt"))),
+        &want
+    ));
+    assert!(same_bits(
+        &draft(&with_head("moe", &head_folder(&raw, "pt"))),
+        &want
+    ));
+    assert!(same_bits(
+        &draft(&with_head("moe", &head_folder(&converted, "mlx"))),
+        &want
+    ));
+
+    let mut all = tensors("moe/model.safetensors");
+    all.retain(|name, _| !name.starts_with("mtp."));
+    let dir = write("moe", &all);
+    let side = golden("mlx/moe_mtp_q4g64/mtp.safetensors");
+    std::fs::copy(&side, dir.path().join("mtp.safetensors")).unwrap();
+    let want = draft(&open(dir.path()).unwrap());
+    let quantized = tensors("mlx/moe_mtp_q4g64/mtp.safetensors").into_iter();
+    let own = |name: String| {
+        name.strip_prefix("language_model.mtp.")
+            .unwrap()
+            .to_string()
+    };
+    let quantized: Tensors = quantized.map(|(name, t)| (own(name), t)).collect();
+    let got = draft(&with_head("moe", &head_folder(&quantized, "mlx")));
+    assert!(same_bits(&got, &want));
+
+    // A folder without a head says so.
+    let none = head_folder(&Tensors::from([("a".into(), want)]), "mlx");
+    let checkpoint = Checkpoint::open(golden("moe")).unwrap();
+    let error = checkpoint.with_head(none.path()).err().unwrap().to_string();
+    assert!(error.contains("no MTP head"), "{error}");
 }
 
 /// The same quantized experts stacked (MLX), fused, and one by one.
@@ -216,6 +313,61 @@ fn a_pass_reads_each_touched_expert_once() {
     let four = reads(&prompt(4));
     assert!((2 * layers..8 * layers).contains(&four), "{four}");
     assert_eq!(model.expert_bytes(), 3 * 64 * (64 / 2 + 4));
+}
+
+/// The experts of 35B-A3B, 256 of which 8 are chosen: bytes of a pass of four rows.
+#[test]
+fn four_rows_of_256_experts_read_no_expert_twice() {
+    let (experts, top, hidden, inner) = (256, 8, 64, 32);
+    let mut all = tensors("moe/model.safetensors");
+    all.retain(|name, _| !name.starts_with("mtp."));
+    let mut layers = 0;
+    for (name, tensor) in &mut all {
+        let noise = |shape: &[usize]| Tensor::randn(0f32, 0.05, shape, &Device::Cpu).unwrap();
+        if name.ends_with("mlp.gate.weight") {
+            layers += 1;
+            // Equal scores: every row chooses the first eight.
+            *tensor = Tensor::zeros((experts, hidden), DType::F32, &Device::Cpu).unwrap();
+        } else if name.ends_with("experts.gate_up_proj") {
+            *tensor = noise(&[experts, 2 * inner, hidden]);
+        } else if name.ends_with("experts.down_proj") {
+            *tensor = noise(&[experts, hidden, inner]);
+        }
+    }
+    let dir = write("moe", &all);
+    let file = dir.path().join("config.json");
+    let mut config: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    let text = match config.get_mut("text_config") {
+        Some(text) => text,
+        None => &mut config,
+    };
+    text["num_experts"] = experts.into();
+    text["num_experts_per_tok"] = top.into();
+    text["moe_intermediate_size"] = inner.into();
+    std::fs::write(&file, config.to_string()).unwrap();
+    let model = open(dir.path()).unwrap();
+    assert_eq!(model.expert_bytes(), 4 * 3 * hidden * inner);
+    let read = |tokens: &[u32]| {
+        let cx = Context::default();
+        let mut cache = model.new_cache().unwrap();
+        let positions: Vec<u32> = (0..tokens.len() as u32).collect();
+        let rows = Rows {
+            cache: &mut cache,
+            tokens,
+            positions: &positions,
+            keep: Keep::Pending,
+        };
+        model.forward(&cx, &mut [rows]).unwrap();
+        model.bytes_read(&cx, 1)
+    };
+    let one = read(&prompt(1));
+    let rest = model.bytes_read(&Context::default(), 1);
+    assert_eq!(one - rest, layers * top * model.expert_bytes());
+    // The same eight experts for four rows, once each.
+    assert_eq!(read(&prompt(4)), one);
+    assert_eq!(read(&prompt(16)), one);
+    assert!(rest + layers * experts * model.expert_bytes() == model.pass_bytes());
 }
 
 fn answer(model: &Model, depth: usize, sampling: &Sampling) -> Vec<u32> {

@@ -41,6 +41,9 @@ pub struct ModelArgs {
     /// The draft that chooses prompt tokens: a folder, or owner/name[@revision] [default: the embedded one, with the embedded target]
     #[arg(long, value_name = "MODEL")]
     pub draft: Option<ModelSource>,
+    /// An MTP head in a repository of its own (qwen3_5_mtp) for the target
+    #[arg(long, value_name = "MODEL")]
+    pub mtp_head: Option<ModelSource>,
     /// Dtype of activations and caches
     #[arg(long, value_enum, default_value = "f32")]
     pub dtype: Dtype,
@@ -69,6 +72,9 @@ impl ModelArgs {
             .hub(hub(self.offline));
         if let Some(draft) = draft {
             builder = builder.draft(draft);
+        }
+        if let Some(head) = &self.mtp_head {
+            builder = builder.mtp_head(head.clone());
         }
         if let Some(tokens) = self.context {
             builder = builder.context(tokens);

@@ -27,6 +27,7 @@ use crate::{Error, Result};
 pub struct Builder {
     target: ModelSource,
     draft: Option<ModelSource>,
+    head: Option<ModelSource>,
     hub: Hub,
     device: Device,
     dtype: DType,
@@ -76,6 +77,12 @@ impl Builder {
     /// The small model that chooses prompt tokens; it must share the target's tokenizer.
     pub fn draft(mut self, model: impl Into<ModelSource>) -> Self {
         self.draft = Some(model.into());
+        self
+    }
+
+    /// An MTP head for the target from a repository of its own (`qwen3_5_mtp`), in place of one that the target may have.
+    pub fn mtp_head(mut self, model: impl Into<ModelSource>) -> Self {
+        self.head = Some(model.into());
         self
     }
 
@@ -157,7 +164,10 @@ impl Builder {
                 dir,
             })
         };
-        let target = open(&self.target, true)?;
+        let mut target = open(&self.target, true)?;
+        if let Some(head) = &self.head {
+            target.checkpoint = target.checkpoint.with_head(head.resolve(&self.hub)?)?;
+        }
         let draft = self.draft.as_ref().map(|draft| open(draft, false));
         Ok((target, draft.transpose()?))
     }
@@ -287,6 +297,7 @@ impl SpecPrefillPipeline {
         Builder {
             target: target.into(),
             draft: None,
+            head: None,
             hub: Hub::default(),
             device: Device::Cpu,
             dtype: DType::F32,

@@ -30,6 +30,9 @@ pub(crate) const SIDE_CARS: [&str; 3] = [
     "mtp/weights.safetensors",
 ];
 
+/// Prefixes of a draft head's tensors.
+pub(crate) const DRAFTS: [&str; 3] = ["mtp.", "language_model.mtp.", "model.mtp."];
+
 struct Entry {
     file: usize,
     dtype: Dtype,
@@ -50,6 +53,8 @@ pub struct Checkpoint {
     shards: Vec<Shard>,
     entries: BTreeMap<String, Entry>,
     mlx: bool,
+    /// Whether MLX wrote the draft head that came from a repository of its own.
+    separate_head: Option<bool>,
 }
 
 impl Checkpoint {
@@ -69,6 +74,7 @@ impl Checkpoint {
             shards: vec![],
             entries: BTreeMap::new(),
             mlx: false,
+            separate_head: None,
         };
         let index = dir.join(INDEX);
         if index.is_file() {
@@ -85,6 +91,46 @@ impl Checkpoint {
             }
         }
         Ok(checkpoint)
+    }
+
+    /// Takes the draft head of a repository of its own (`model_type` `qwen3_5_mtp`: tensors without the prefix `mtp.`), in
+    /// place of one that this checkpoint may have.
+    pub fn with_head(mut self, dir: impl AsRef<Path>) -> Result<Self> {
+        let head = Self::open(dir)?;
+        let names = |name: &str| {
+            DRAFTS
+                .iter()
+                .find_map(|p| name.strip_prefix(p))
+                .map(String::from)
+        };
+        let prefixed = head.entries.keys().any(|name| names(name).is_some());
+        let first = self.shards.len();
+        let mut entries = vec![];
+        for (name, mut entry) in head.entries {
+            let own = match prefixed {
+                true => names(&name),
+                false => Some(name),
+            };
+            entry.file += first;
+            entries.extend(own.map(|own| (format!("{}{own}", DRAFTS[0]), entry)));
+        }
+        if !entries
+            .iter()
+            .any(|(name, _)| *name == format!("{}fc.weight", DRAFTS[0]))
+        {
+            let what = "holds no MTP head: there is no tensor fc.weight or mtp.fc.weight";
+            return Err(file_error(&head.dir, what));
+        }
+        self.entries.retain(|name, _| names(name).is_none());
+        self.entries.extend(entries);
+        self.shards.extend(head.shards);
+        self.separate_head = Some(head.mlx);
+        Ok(self)
+    }
+
+    /// Whether MLX wrote the head that [`Checkpoint::with_head`] added; `None` without such a head.
+    pub(crate) fn separate_head_is_mlx(&self) -> Option<bool> {
+        self.separate_head
     }
 
     fn add_indexed(&mut self, index: &Path) -> Result<()> {

@@ -77,6 +77,10 @@ impl Layer {
         mixer + self.feed_forward.size_bytes()
     }
 
+    pub(crate) fn experts(&self) -> usize {
+        self.feed_forward.experts()
+    }
+
     pub(crate) fn expert_bytes(&self) -> usize {
         self.feed_forward.expert_bytes()
     }

@@ -71,6 +71,13 @@ impl FeedForward {
         }
     }
 
+    pub(crate) fn experts(&self) -> usize {
+        match self {
+            Self::Dense(_) => 0,
+            Self::Experts(moe) => moe.experts(),
+        }
+    }
+
     pub(crate) fn expert_bytes(&self) -> usize {
         match self {
             Self::Dense(_) => 0,

@@ -225,6 +225,19 @@ impl Model {
         self.size_bytes() - draft - table
     }
 
+    /// Bytes of weights that `passes` passes with logits, and no drafts, read: [`Model::pass_bytes`] for each, but of the experts
+    /// only those that rows visited, each once a pass, as `cx` counted them.
+    pub fn bytes_read(&self, cx: &Context, passes: usize) -> usize {
+        let layers = self.layers.iter().map(Layer::experts);
+        let experts: usize = layers.sum::<usize>() * self.expert_bytes();
+        let routes = cx.routes().snapshot();
+        let visits = routes
+            .iter()
+            .filter(|(route, _)| route.starts_with("moe/expert/"));
+        let visits: u64 = visits.map(|(_, calls)| calls).sum();
+        passes * (self.pass_bytes() - experts) + visits as usize * self.expert_bytes()
+    }
+
     /// Bytes of the prepared weights.
     pub fn size_bytes(&self) -> usize {
         let head = self.lm_head.as_ref().map_or(0, Weight::size_bytes);

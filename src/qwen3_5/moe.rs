@@ -98,6 +98,10 @@ impl Moe {
         experts + gates + self.shared.size_bytes()
     }
 
+    pub(crate) fn experts(&self) -> usize {
+        self.experts.len()
+    }
+
     /// Bytes of one expert's weights.
     pub(crate) fn expert_bytes(&self) -> usize {
         self.experts.first().map_or(0, Mlp::size_bytes)

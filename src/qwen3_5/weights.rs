@@ -5,14 +5,13 @@ use candle_core::{DType, Device};
 use crate::error::{Error, Result};
 use crate::ops::affine_matmul::Weight;
 
-use super::checkpoint::Checkpoint;
+use super::checkpoint::{Checkpoint, DRAFTS};
 use super::config::Config;
 use super::scope::Scope;
 
 /// Prefixes of the text trunk: Hugging Face multimodal, MLX, Hugging Face text-only.
 const TRUNKS: [&str; 3] = ["model.language_model.", "language_model.model.", "model."];
 const HEADS: [&str; 2] = ["lm_head", "language_model.lm_head"];
-const DRAFTS: [&str; 3] = ["mtp.", "language_model.mtp.", "model.mtp."];
 
 /// A checkpoint seen through its naming and storage conventions.
 pub(crate) struct Weights<'a> {
@@ -88,6 +87,9 @@ impl<'a> Weights<'a> {
             return Ok(false);
         };
         let quantized = format!("{draft}layers.0.self_attn.q_proj.scales");
+        if let Some(mlx) = self.checkpoint.separate_head_is_mlx() {
+            return Ok(!mlx && !self.checkpoint.contains(&quantized));
+        }
         if self.checkpoint.contains(&quantized) || self.trunk_zero_centred {
             return Ok(!self.checkpoint.contains(&quantized));
         }
