@@ -12,8 +12,8 @@
 // of them.
 constexpr size_t CRASH_STACK = 64 << 10;
 EXPORT Worker *emu_worker_new() {
-  size_t stacks = EMU_MAX_THREADS * EMU_STACK, cells = EMU_TG_LIMIT * 2 * (sizeof(Cell) + 4), guard = 1 << 20;
-  size_t len = stacks + EMU_STACK + CRASH_STACK + sizeof(Worker) + 4096 + 2 * guard + EMU_TG_LIMIT + cells;
+  size_t stacks = EMU_MAX_THREADS * EMU_STACK, cells = EMU_TG_SPACE * 2 * (sizeof(Cell) + 4), guard = 1 << 20;
+  size_t len = stacks + EMU_STACK + CRASH_STACK + sizeof(Worker) + 4096 + 2 * guard + EMU_TG_SPACE + cells;
   char *m = (char *)mmap(nullptr, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (m == MAP_FAILED) return nullptr;
   char *at = (char *)(((uintptr_t)m + EMU_STACK - 1) & ~(EMU_STACK - 1));
@@ -23,13 +23,13 @@ EXPORT Worker *emu_worker_new() {
   w->map_len = len;
   w->stacks = at;
   w->arena = (char *)(((uintptr_t)(w + 1) + 4095) & ~uintptr_t(4095)) + guard;
-  Cell *c = (Cell *)(w->arena + EMU_TG_LIMIT + guard);
-  uint32_t *pcs = (uint32_t *)(c + 2 * EMU_TG_LIMIT);
-  w->tg = emu_region{(uintptr_t)w->arena, (uintptr_t)w->arena, EMU_THREADGROUP, 0, c, c + EMU_TG_LIMIT, pcs,
-                     pcs + EMU_TG_LIMIT};
+  Cell *c = (Cell *)(w->arena + EMU_TG_SPACE + guard);
+  uint32_t *pcs = (uint32_t *)(c + 2 * EMU_TG_SPACE);
+  w->tg = emu_region{(uintptr_t)w->arena, (uintptr_t)w->arena, EMU_THREADGROUP, 0, c, c + EMU_TG_SPACE, pcs,
+                     pcs + EMU_TG_SPACE};
   // the pages around threadgroup memory and the lowest of each stack are out of bounds
   mprotect(w->arena - guard, guard, PROT_NONE);
-  mprotect(w->arena + EMU_TG_LIMIT, guard, PROT_NONE);
+  mprotect(w->arena + EMU_TG_SPACE, guard, PROT_NONE);
   for (unsigned i = 0; i < EMU_MAX_THREADS; i++) mprotect(at + i * EMU_STACK, 4096, PROT_NONE);
   return w;
 }
@@ -40,7 +40,7 @@ EXPORT void emu_run_groups(emu_launch *l, Worker *w, uint64_t first, uint64_t la
   w->launch = l;
   w->accesses = w->switches = 0;
   w->current = nullptr;
-  if (l->checked) memset(w->tg.w, 0, EMU_TG_LIMIT * 2 * sizeof(Cell));  // threadgroup numbers start again
+  if (l->checked) memset(w->tg.w, 0, EMU_TG_SPACE * 2 * sizeof(Cell));  // threadgroup numbers start again
   for (uint64_t g = first; g < last && !l->abort; g++) run_group(w, uint32_t(g));
   __atomic_fetch_add(&l->accesses, w->accesses, __ATOMIC_RELAXED);
   __atomic_fetch_add(&l->switches, w->switches, __ATOMIC_RELAXED);
@@ -92,10 +92,7 @@ void *emu_tg_variable(unsigned site, size_t size, size_t align, const char *name
     fault(w, t, EMU_F_MEMORY, {0, site_at}, true, "threadgroup memory over 32 KiB: %zu bytes with variable %s",
           at + size, name);
   if (w->nvariables == 64) fault(w, t, EMU_F_MEMORY, {0, site_at}, true, "more than 64 threadgroup variables");
-  w->variables[w->nvariables++] = {site, at};
-  w->tg_used = at + size;
-  w->tg.hi = w->tg.lo + w->tg_used;
-  return w->arena + at;
+  return w->arena + place(w, site, size, a).at;
 }
 void emu_atomic(void *p, unsigned n, int write) {
   if (self()->launch->checked) check((uintptr_t)p, n, write, true, true, PC);

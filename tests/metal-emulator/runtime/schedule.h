@@ -130,19 +130,17 @@ static void start_group(Worker *w, uint32_t index) {
   w->ep_tg = w->ep_dev = 1;
   w->threads = n;
   w->simdgroups = nsg;
-  w->nvariables = 0;
+  w->nvariables = w->last_variable = 0;
   w->tg_used = 0;
+  w->tg.hi = w->tg.lo;
   w->last = nullptr;
   if (!l.checked) memset(w->arena, 0xff, EMU_TG_LIMIT);  // NaNs, so that a read before a write shows
   for (int i = 0; i < 32; i++) {
     w->tgmem[i] = nullptr;
     if (l.tgmem[i]) {
-      w->tg_used = (w->tg_used + 15) & ~size_t(15);
-      w->tgmem[i] = w->arena + w->tg_used;
-      w->tg_used += l.tgmem[i];
+      w->tgmem[i] = w->arena + place(w, EMU_DYNAMIC, l.tgmem[i], 16).at;
     }
   }
-  w->tg.hi = w->tg.lo + w->tg_used;
   for (unsigned s = 0; s < nsg; s++) {
     SimdGroup &g = w->sg[s];
     g.lo = s * 32;

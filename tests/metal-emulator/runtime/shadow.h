@@ -85,6 +85,38 @@ static void outside(Worker *w, Thread *t, uintptr_t a, size_t n, int write, uint
     fault(w, t, EMU_F_BOUNDS, {pc}, true, "out-of-bounds %s at a wild address", verb);
 }
 
+// Threadgroup memory is several variables with gaps between them.
+static bool inside_variable(Worker *w, size_t at, size_t n) {
+  auto in = [&](unsigned i) { return at - w->variables[i].at < w->variables[i].size && at + n <= w->variables[i].at + w->variables[i].size; };
+  if (in(w->last_variable)) return true;
+  for (unsigned i = 0; i < w->nvariables; i++)
+    if (in(i)) {
+      w->last_variable = i;
+      return true;
+    }
+  return false;
+}
+static void outside_variable(Worker *w, Thread *t, size_t at, size_t n, bool write, uintptr_t pc) {
+  const char *verb = write ? "write" : "read";
+  const TgVariable *best = w->variables;
+  size_t distance = ~size_t(0);
+  bool before = false;
+  for (unsigned i = 0; i < w->nvariables; i++) {
+    const TgVariable &v = w->variables[i];
+    size_t d = at < v.at ? v.at - at : at - (at < v.at + v.size ? at : v.at + v.size);
+    if (d < distance) {
+      distance = d;
+      best = &v;
+      before = at < v.at;
+    }
+  }
+  fault(w, t, EMU_F_BOUNDS, {pc}, true, "out-of-bounds %zu-byte %s: %zu bytes %s a threadgroup variable (%zu bytes long)", n, verb,
+        distance, before ? "before the start of" : "past the end of", best->size);
+}
+
+// When a thread's plain and atomic accesses follow each other without a barrier, the plain one is what others collide with.
+static inline Cell merged(Cell before, Cell me) { return (before ^ me) == 1 ? me & ~Cell(1) : me; }
+
 // Bytes [i, e) of a region with shadow cells.
 static void check_order(Worker *w, Thread *t, emu_region *R, size_t i, size_t e, bool write, bool atomic,
                         uintptr_t pc) {
@@ -108,7 +140,7 @@ static void check_order(Worker *w, Thread *t, emu_region *R, size_t i, size_t e,
       else if (cr && !ordered(cr, me, t) && !(atomic && (cr & 1)))
         fault(w, t, EMU_F_RACE, {pc, {}, R->rpc[i]}, false, "data race on %s: write, after an unordered read by %s",
               name_of(R, name), who(cr, by, sizeof by));
-      R->w[i] = me;
+      R->w[i] = merged(cw, me);
       R->wpc[i] = at;
     } else {
       if (!cw && (tg || R->kind == EMU_WRITE))
@@ -122,7 +154,7 @@ static void check_order(Worker *w, Thread *t, emu_region *R, size_t i, size_t e,
         R->r[i] = cell(same_group ? w->gid + 1 : ANY_GROUP, same_sg ? SEVERAL_IN_SIMDGROUP + t->sg : SEVERAL,
                        cell_barriers(me), cell_simd_barriers(me), atomic && (cr & 1));
       } else
-        R->r[i] = me;
+        R->r[i] = merged(cr, me);
       R->rpc[i] = at;
     }
   }
@@ -144,6 +176,7 @@ static void check(uintptr_t a, size_t n, bool write, bool atomic, bool aligned, 
   if (a + n > R->hi)
     return fault(w, t, EMU_F_BOUNDS, {pc}, true, "out-of-bounds %zu-byte %s crosses the end of %s (%zu bytes long)", n,
                  verb, name_of(R, name), size_t(R->hi - R->lo));
+  if (R == &w->tg && !inside_variable(w, a - R->lo, n)) return outside_variable(w, t, a - R->lo, n, write, pc);
   if (aligned && (a & (n - 1)))
     fault(w, t, EMU_F_MISALIGNED, {pc}, false, "misaligned %zu-byte %s in %s", n, verb, name_of(R, name));
   if (write && R->kind == EMU_READ)

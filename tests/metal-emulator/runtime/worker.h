@@ -5,6 +5,8 @@
 #include <stdio.h>
 
 constexpr size_t EMU_TG_LIMIT = 32768;  // Metal's limit for threadgroup memory
+constexpr size_t EMU_TG_SPACE = 65536;  // and room for the gaps that checked mode leaves between variables
+constexpr size_t EMU_TG_GAP = 256;
 constexpr unsigned EMU_MAX_THREADS = 1024;
 
 enum State { RUN, WAIT_SIMD, WAIT_SIMDGROUP_BARRIER, WAIT_BARRIER, DONE };
@@ -29,8 +31,9 @@ struct SimdGroup {
 };
 struct TgVariable {
   unsigned site;
-  size_t at;
+  size_t at, size;
 };
+constexpr unsigned EMU_DYNAMIC = ~0u;  // the site of [[threadgroup(i)]] memory
 struct Worker {
   emu_launch *launch;
   char *stacks;  // EMU_MAX_THREADS blocks
@@ -39,9 +42,9 @@ struct Worker {
   unsigned threads, simdgroups;
   SimdGroup sg[EMU_MAX_THREADS / 32];
   emu_region tg;  // threadgroup memory in use
-  size_t tg_used;
+  size_t tg_used;  // as Metal counts
   TgVariable variables[64];
-  unsigned nvariables;
+  unsigned nvariables, last_variable;
   void *tgmem[32];
   unsigned gid, ep_tg, ep_dev;  // threadgroup, barriers so far by the memory they fence
   emu_region *last;             // region of the previous access
@@ -54,6 +57,18 @@ struct Worker {
 
 static inline Thread *thread_of(Worker *w, unsigned tid) {
   return (Thread *)(w->stacks + tid * EMU_STACK + EMU_STACK - EMU_CONTROL);
+}
+// Room in threadgroup memory; in checked mode a gap follows, so that an index past a variable does not land in the next.
+static TgVariable &place(Worker *w, unsigned site, size_t size, size_t align) {
+  size_t at = 0;
+  if (w->nvariables) {
+    const TgVariable &before = w->variables[w->nvariables - 1];
+    at = before.at + before.size + (w->launch->checked ? EMU_TG_GAP : 0);
+  }
+  at = (at + align - 1) & ~(align - 1);
+  w->tg_used = ((w->tg_used + align - 1) & ~(align - 1)) + size;
+  w->tg.hi = w->tg.lo + at + size;
+  return w->variables[w->nvariables++] = {site, at, size};
 }
 static inline Thread *self() { return (Thread *)emu_self(); }
 extern "C" const char __ehdr_start __attribute__((visibility("hidden")));  // start of this shared library

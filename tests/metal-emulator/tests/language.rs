@@ -338,6 +338,38 @@ fn legal_patterns_raise_no_alarm() {
 }
 
 #[test]
+fn legal_corners_raise_no_alarm() {
+    if !available("legal corners") {
+        return;
+    }
+    let library = library();
+    let x: Vec<f32> = (0..64).map(|v| v as f32).collect();
+    for mode in MODES {
+        for seed in [0, 3] {
+            let (mut y, mut bytes, mut count) = (vec![0.0f32; 64], vec![0u8; 64], [0u32; 2]);
+            let buffers = vec![
+                Buffer::read(0, &x),
+                Buffer::write(1, &mut y),
+                Buffer::write(2, &mut bytes),
+                Buffer::read_write(3, &mut count),
+            ];
+            let mut launch = Launch {
+                kernel: "legal_corners",
+                buffers,
+                threadgroup: [8, 4, 2],
+                seed,
+                ..Launch::default()
+            };
+            let report = library.run(&mut launch, mode).unwrap();
+            assert_eq!((report.threadgroup_bytes, count), (32 << 10, [64, 63]));
+            for i in 0..64 {
+                assert_eq!(y[(i + 62) % 64], (i + 2 * (63 - i)) as f32, "{mode:?} {i}");
+            }
+        }
+    }
+}
+
+#[test]
 fn offsets_and_shared_memory() {
     if !available("offsets") {
         return;

@@ -74,6 +74,35 @@ kernel void race_tile_store(ARGS) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
   out[i] = tile[i];
 }
+kernel void race_device_simdgroups(ARGS) {
+  if (sg == 0) {
+    out[i] = in[i];
+    out[i + 32] = in[i];
+  }
+  simdgroup_barrier(mem_flags::mem_device);
+  if (sg == 1 && out[i] < 0) out[i] = 0;  // FAULT race_device_simdgroups
+}
+kernel void race_overlap(ARGS) {
+  device packed_float3* p = (device packed_float3*)(out + (i & 31) * 2);  // every third number is the next thread's too
+  if (i < 21) *p = packed_float3(in[i]);  // FAULT race_overlap
+  if (i >= 43) out[i] = 0;
+}
+kernel void race_atomic_start(ARGS) {
+  threadgroup atomic_uint n;
+  if (i == 0) *(threadgroup uint*)&n = 0;
+  atomic_fetch_add_explicit(&n, 1u, memory_order_relaxed);  // FAULT race_atomic_start
+  out[i] = in[i];
+}
+kernel void race_matrix_device(ARGS) {
+  simdgroup_matrix<float, 8, 8> m = make_filled_simdgroup_matrix<float, 8, 8>(float(sg));
+  simdgroup_store(m, out, 8);  // FAULT race_matrix_device
+}
+kernel void race_behind_uniform_branch(ARGS) {
+  threadgroup float tile[64];
+  tile[i] = in[i];
+  if (in[0] > 1000.0f) threadgroup_barrier(mem_flags::mem_threadgroup);  // never
+  out[i] = tile[(i + 32) & 63];  // FAULT race_behind_uniform_branch
+}
 
 // ---- divergence ----
 kernel void barrier_in_branch(ARGS) {
@@ -109,6 +138,17 @@ kernel void simd_two_places(ARGS) {
     v = simd_max(v);
   }
   out[i] = v;
+}
+kernel void barrier_lane_trip_counts(ARGS) {
+  for (uint k = 0; k < i % 3; k++) threadgroup_barrier(mem_flags::mem_threadgroup);  // FAULT barrier_lane_trip_counts
+  out[i] = in[i];
+}
+kernel void barrier_break(ARGS) {
+  for (uint k = 0; k < 4; k++) {
+    if (k == sg + 1) break;
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // FAULT barrier_break
+  }
+  out[i] = in[i];
 }
 
 // ---- bounds ----
@@ -150,6 +190,32 @@ kernel void bounds_private(ARGS) {
   for (uint k = 0; k < 4; k++) v[k] = in[k];
   out[i] = v[i & 7];  // FAULT bounds_private
 }
+static float neighbour(threadgroup const float* p, uint i) {
+  return p[i + 1];  // FAULT bounds_threadgroup_next
+}
+kernel void bounds_threadgroup_next(ARGS) {
+  threadgroup float tile[64], after[64];
+  tile[i] = in[i];
+  after[i] = 0;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  out[i] = neighbour(tile, i) + after[i];  // thread 63: after[0]
+}
+kernel void bounds_threadgroup_before(ARGS) {
+  threadgroup float before[64], tile[64];
+  threadgroup float* p = tile;
+  before[i] = 1;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  p[int(i) - 1] = in[i];  // FAULT bounds_threadgroup_before
+  out[i] = before[i];
+}
+kernel void bounds_overflow(ARGS) {
+  out[i] = in[int(i * 0x10000000u)];  // 32 bits are not enough // FAULT bounds_overflow
+}
+kernel void bounds_matrix(ARGS) {
+  simdgroup_matrix<float, 8, 8> m;
+  simdgroup_load(m, in, 9);  // the last row ends at 71 // FAULT bounds_matrix
+  out[i] = m.thread_elements()[0];
+}
 
 // ---- values and addresses ----
 kernel void uninitialised_tile(ARGS) {
@@ -173,6 +239,36 @@ kernel void misaligned_scalar(ARGS) {
 kernel void misaligned_vector(ARGS) {
   const float4 v = *(device const float4*)(in + (i & 31));  // FAULT misaligned_vector
   out[i] = v.x + v.y + v.z + v.w;
+}
+kernel void misaligned_half(ARGS) {
+  const half2 v = *(device const half2*)((device const half*)in + i);  // FAULT misaligned_half
+  out[i] = float(v.x) + float(v.y);
+}
+kernel void misaligned_tile(ARGS) {
+  threadgroup float tile[72];
+  tile[i] = in[i];
+  if (i < 8) tile[64 + i] = 0;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const float4 v = *(threadgroup const float4*)(tile + i);  // FAULT misaligned_tile
+  out[i] = v.x + v.y + v.z + v.w;
+}
+kernel void uninitialised_component(ARGS) {
+  threadgroup float4 tile[64];
+  tile[i].xyz = float3(in[i]);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const float4 v = tile[63 - i];  // FAULT uninitialised_component
+  out[i] = dot(v, v);
+}
+kernel void uninitialised_matrix(ARGS) {
+  threadgroup float tile[64];
+  if (i < 56) tile[i] = in[i];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  simdgroup_matrix<float, 8, 8> m;
+  simdgroup_load(m, tile, 8);  // FAULT uninitialised_matrix
+  out[i] = m.thread_elements()[0];
+}
+kernel void unwritten_half(ARGS) {
+  ((device half*)out)[2 * i] = half(in[i]);
 }
 kernel void read_only(ARGS) {
   ((device float*)in)[i] = 1;  // FAULT read_only
@@ -232,6 +328,14 @@ kernel void inactive_load(ARGS) {
   simdgroup_matrix<float, 8, 8> m = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   if (lane != 3) simdgroup_load(m, in, 8);  // FAULT inactive_load
   out[i] = m.thread_elements()[0];
+}
+kernel void inactive_past(ARGS) {
+  out[i] = simd_shuffle_xor(in[i], 32);  // FAULT inactive_past
+}
+kernel void inactive_quad(ARGS) {
+  float v = in[i];
+  if (lane % 4 != 3) v += quad_shuffle_xor(v, 1);  // lane 2 asks lane 3 // FAULT inactive_quad
+  out[i] = v;
 }
 
 // ---- bindings ----

@@ -132,6 +132,41 @@ kernel void legal(device const float* x [[buffer(0)]], device float* y [[buffer(
   y[g] = a + 0.0f * simd_sum(a);                 // among the lanes that are left
 }
 
+// More of it: 64 threads as 8 x 4 x 2 in one threadgroup.
+struct Padded { uchar tag; float value; };
+kernel void legal_corners(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], device uchar* bytes [[buffer(2)]],
+                          device atomic_uint* count [[buffer(3)]], uint3 at [[thread_position_in_threadgroup]],
+                          uint lane [[thread_index_in_simdgroup]], uint sg [[simdgroup_index_in_threadgroup]]) {
+  threadgroup float full[8192 - 128];            // with the others 32 KiB, to the byte
+  threadgroup Padded pairs[64];
+  const uint i = at.x + 8 * (at.y + 4 * at.z);
+  bytes[i] = uchar(i);                           // neighbours of one word, by different threads
+  full[i] = x[i];
+  pairs[i].tag = 1;                              // the bytes between are never set
+  pairs[i].value = x[i];
+  for (uint k = 0; k < 3; k++) {
+    if (k == 2) break;                           // by all threads
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    full[64 + 64 * k + i] = full[63 - i + 64 * k];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
+  const Padded other = pairs[63 - i];
+  float a = full[128 + i] + other.value + float(bytes[63 - i]);
+  a += simd_shuffle_down(0.0f * a, 1) < 0 ? 1.0f : 0.0f;  // past the edge: undefined, and not used as a number
+  switch (sg) {
+    case 0: a += 0.0f * simd_sum(a); break;      // each simdgroup its own
+    default: a += 0.0f * simd_max(a); break;
+  }
+  if (lane % 2) a += 0.0f * simd_shuffle_xor(a, 2);  // among the odd lanes
+  atomic_fetch_add_explicit(count, 1u, memory_order_relaxed);
+  atomic_fetch_max_explicit(count + 1, i, memory_order_relaxed);
+  const uint wrapped = (i + 0xfffffffeu) & 63u;  // unsigned numbers wrap
+  device float4* quads = (device float4*)y;
+  if (i < 16) quads[i] = float4(0);
+  threadgroup_barrier(mem_flags::mem_device);
+  y[wrapped] = a;
+}
+
 kernel void nothing(device float* y [[buffer(0)]], uint i [[thread_position_in_grid]]) {
   if (i == 0) y[0] = 1;
 }
