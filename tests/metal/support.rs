@@ -36,7 +36,28 @@ pub fn emulated(mode: Mode) -> Context {
 
 /// Whether launches can run: on a Mac's own device, or on the emulator.
 pub fn can_run(what: &str) -> bool {
-    cfg!(all(feature = "metal", target_vendor = "apple")) || metal_emulator::available(what)
+    #[cfg(feature = "metal")]
+    if cfg!(target_vendor = "apple") {
+        return gpu_can(what);
+    }
+    metal_emulator::available(what)
+}
+
+/// Whether the machine has a GPU of M1's family or later, which have simdgroup matrices. Continuous integration often has a virtual one.
+#[cfg(feature = "metal")]
+fn gpu_can(what: &str) -> bool {
+    use objc2_metal::{MTLDevice, MTLGPUFamily};
+    use std::io::Write;
+    let device = candle_metal_kernels::metal::Device::system_default();
+    let can = device.is_some_and(|d| d.as_ref().supportsFamily(MTLGPUFamily::Apple7));
+    if !can {
+        // Not eprintln!, which a passing test swallows.
+        let _ = writeln!(
+            std::io::stderr(),
+            "\n*** SKIPPED: {what}: no GPU of family Apple 7 or later ***\n"
+        );
+    }
+    can
 }
 
 /// Skips a test, loudly, where there is neither a Metal device nor a clang.

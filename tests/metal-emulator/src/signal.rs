@@ -61,10 +61,20 @@ mod linux {
 
     extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut c_void) {
         let (loaded, worker) = RUNNING.get();
-        // SAFETY: set by `guarded` around the run; the context is this signal's.
-        let caught = !loaded.is_null()
-            && unsafe { redirect(&*loaded, worker, signal, info, context.cast()) };
-        if !caught {
+        let stack = match loaded.is_null() {
+            true => 0,
+            // SAFETY: set by `guarded` around the run.
+            false => unsafe { ((*loaded).crash_stack)(worker) as usize & !15 },
+        };
+        if stack != 0 {
+            // SAFETY: as above; the context is this signal's.
+            unsafe {
+                let address = (*info).si_addr() as usize;
+                let crash = (*loaded).crash as usize;
+                let to = [crash, stack, worker as usize, address, kind(signal)];
+                redirect(to, &mut *context.cast());
+            }
+        } else {
             // Back to the previous handler: the instruction runs again and meets it.
             let i = SIGNALS.iter().position(|&s| s == signal).unwrap_or(0);
             if let Some(previous) = PREVIOUS.get() {
@@ -75,7 +85,7 @@ mod linux {
     }
 
     /// 0 memory, 1 division, 2 trap. (The runtime's last argument: 0 read, 1 write, 2 unknown.)
-    fn kind(signal: i32) -> i32 {
+    fn kind(signal: i32) -> usize {
         match signal {
             libc::SIGSEGV | libc::SIGBUS => 0,
             libc::SIGFPE => 1,
@@ -83,53 +93,33 @@ mod linux {
         }
     }
 
+    /// Goes on in `crash(worker, address, pc, kind, write)` on that stack. The pc is as a return address: after the instruction's start.
     #[cfg(target_arch = "x86_64")]
     unsafe fn redirect(
-        l: &Loaded,
-        worker: *mut c_void,
-        signal: i32,
-        info: *mut libc::siginfo_t,
-        uc: *mut libc::ucontext_t,
-    ) -> bool {
-        let stack = (l.crash_stack)(worker) as usize;
-        if stack == 0 {
-            return false;
-        }
-        let g = &mut (*uc).uc_mcontext.gregs;
+        [crash, stack, worker, address, kind]: [usize; 5],
+        uc: &mut libc::ucontext_t,
+    ) {
+        let g = &mut uc.uc_mcontext.gregs;
         let write = (g[libc::REG_ERR as usize] & 2) != 0;
+        let pc = g[libc::REG_RIP as usize] + 1;
         g[libc::REG_RDI as usize] = worker as i64;
-        g[libc::REG_RSI as usize] = (*info).si_addr() as i64;
-        g[libc::REG_RDX as usize] = g[libc::REG_RIP as usize] + 1; // as a return address is: after the instruction's start
-        g[libc::REG_RCX as usize] = i64::from(kind(signal));
+        g[libc::REG_RSI as usize] = address as i64;
+        g[libc::REG_RDX as usize] = pc;
+        g[libc::REG_RCX as usize] = kind as i64;
         g[libc::REG_R8 as usize] = i64::from(write);
-        g[libc::REG_RSP as usize] = (stack & !15) as i64 - 8;
-        g[libc::REG_RIP as usize] = l.crash as usize as i64;
-        true
+        g[libc::REG_RSP as usize] = stack as i64 - 8;
+        g[libc::REG_RIP as usize] = crash as i64;
     }
 
     #[cfg(target_arch = "aarch64")]
     unsafe fn redirect(
-        l: &Loaded,
-        worker: *mut c_void,
-        signal: i32,
-        info: *mut libc::siginfo_t,
-        uc: *mut libc::ucontext_t,
-    ) -> bool {
-        let stack = (l.crash_stack)(worker) as usize;
-        if stack == 0 {
-            return false;
-        }
-        let m = &mut (*uc).uc_mcontext;
-        let arguments = [
-            worker as u64,
-            (*info).si_addr() as u64,
-            m.pc + 1,
-            kind(signal) as u64,
-            2,
-        ];
+        [crash, stack, worker, address, kind]: [usize; 5],
+        uc: &mut libc::ucontext_t,
+    ) {
+        let m = &mut uc.uc_mcontext;
+        let pc = m.pc + 1;
+        let arguments = [worker as u64, address as u64, pc, kind as u64, 2];
         m.regs[..5].copy_from_slice(&arguments);
-        m.sp = (stack & !15) as u64;
-        m.pc = l.crash as usize as u64;
-        true
+        (m.sp, m.pc) = (stack as u64, crash as u64);
     }
 }
