@@ -4,6 +4,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod decode;
 mod divergence;
 mod gate;
 mod output;
@@ -142,7 +143,12 @@ fn main() -> Result<()> {
     let texts = (0..cli.texts).map(|_| maker.plain(cli.task_length));
     let texts: Vec<Vec<u32>> = texts.collect::<Result<_>>()?;
     let divergences = divergence::measure(&pipeline, &texts, &scorers, &cli.keep, &options(&cli))?;
+    let decode = match texts.first() {
+        Some(text) => decode::measure(&pipeline, text, &options(&cli))?,
+        None => None,
+    };
     let results = Results {
+        decode,
         cases,
         divergences,
         seconds: start.elapsed().as_secs_f64(),

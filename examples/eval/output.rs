@@ -8,6 +8,7 @@ use candle_specprefill::specprefill::Keep;
 use plotters::prelude::*;
 use serde::Serialize;
 
+use crate::decode::Decode;
 use crate::divergence::Divergence;
 use crate::gate;
 use crate::tasks::Kind;
@@ -46,6 +47,7 @@ pub struct Case {
 pub struct Results {
     pub cases: Vec<Case>,
     pub divergences: Vec<Divergence>,
+    pub decode: Option<Decode>,
     pub seconds: f64,
 }
 
@@ -196,6 +198,18 @@ impl Results {
             }
         }
         out.push_str(&gate::summary(&self.cases));
+        if let Some(d) = &self.decode {
+            let routes = if d.same_routes { "the same" } else { "OTHER" };
+            let _ = write!(
+                out,
+                "\n\nA token after a sparse prefill of {} of {} rows took {:.3} ms, after a dense one of as many {:.3} ms (ratio {:.2}, {routes} kernels)",
+                d.rows,
+                d.prompt_tokens,
+                1e3 * d.sparse_s,
+                1e3 * d.dense_s,
+                d.sparse_s / d.dense_s
+            );
+        }
         let _ = write!(
             out,
             "\n\n{} answers in {:.0} s\n",
