@@ -72,9 +72,8 @@ impl OnDevice {
         }))
     }
 
-    /// Rows `first..first + n`, which share this weight's memory.
-    pub(super) fn narrow(&self, first: usize, n: usize) -> Result<Self> {
-        let part = |t: &Tensor| t.narrow(0, first, n);
+    /// The same of each tensor.
+    fn map(&self, part: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
         Ok(match self {
             Self::Affine {
                 codes,
@@ -89,6 +88,11 @@ impl OnDevice {
             },
             Self::Dense(w) => Self::Dense(part(w)?),
         })
+    }
+
+    /// Rows `first..first + n`, which share this weight's memory.
+    pub(super) fn narrow(&self, first: usize, n: usize) -> Result<Self> {
+        self.map(|t| t.narrow(0, first, n))
     }
 
     pub(super) fn dense(weight: &Tensor, device: &Device) -> Result<Self> {
@@ -163,20 +167,7 @@ impl OnDevice {
     /// The weight of the rows with these numbers.
     pub(super) fn select(&self, ids: &[u32]) -> Result<Self> {
         let ids = Tensor::new(ids, self.device())?;
-        Ok(match self {
-            Self::Affine {
-                codes,
-                scales,
-                biases,
-                format,
-            } => Self::Affine {
-                codes: codes.index_select(&ids, 0)?,
-                scales: scales.index_select(&ids, 0)?,
-                biases: biases.index_select(&ids, 0)?,
-                format: *format,
-            },
-            Self::Dense(w) => Self::Dense(w.index_select(&ids, 0)?),
-        })
+        self.map(|t| t.index_select(&ids, 0))
     }
 
     /// The rows with these numbers, in f32 on the CPU.
