@@ -1,5 +1,5 @@
 // y[M, N] = x[M, K] * W[N, K]^T for MLX affine weights of 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128: the decode and verify form
-// ("lanes split K"). One pass over the weights for up to 8 rows.
+// ("lanes split K"). One pass over the weights for up to 4 rows, and more rows in tiles of 4.
 //
 // A simdgroup owns R columns (rows of W) for all M rows of x. A lane takes 32 consecutive codes, BITS words of each column, so a
 // simdgroup reads 128 * BITS contiguous bytes of a column. SPLIT simdgroups share columns and take every SPLIT-th block of 1024 k.
@@ -8,10 +8,12 @@
 // ROW INVARIANCE. Which lane handles which k, and in which order its terms are added, follows from K and N alone. M says how many rows
 // reuse the decoded weights. Every sum is written as fma; the library is built without fast math.
 //
-// Per code: and, or, subtract, 1/R for sum(x) and unpacking per row, M fma: 4.5 issue slots at M = 1 (R = 4), 9 at M = 4, 12.5 at M = 8 (R = 2).
-// 400 GB/s and 4.5 bits a weight leave an M1 Max 7.5 slots a code: c(2) 1.0, c(4) 1.2, c(8) 1.7 (2.4 if its L1 gives 64 bytes a clock).
-// Registers: M * R <= 16 sums twice, 16 codes, 8 x, BITS * R words: about 90; 512 threads or more reside per core. 32 * R * BITS * 4 bytes in flight
-// per simdgroup. Threadgroup memory: 4 * 16 floats.
+// Tiles of rows are neighbours in the grid: threadgroups of the same columns run at the same time, so the second tile of 5 rows and
+// more finds the weights in the cache.
+//
+// Occupancy: 128 threads; M * R <= 16 sums twice, 16 codes, 4 x, BITS * R words: about 90 registers, 512 threads a core; 4 * 16 floats (512 bytes).
+// Bytes: N * K * (BITS + 32 / GROUP) / 8 of weights a pass (from memory once, however many tiles), 4 * K of x and 2 * N of y a row.
+// c(M) at 400 GB/s (M1 Max, 7.5 issue slots a 4-bit code): 4.5 slots at M = 1, 9 at M = 4, 18 at M = 8: c(2) 1.0, c(4) 1.2, c(8) 2.4.
 #include "matmul.h"
 
 constant bool GATE_UP [[function_constant(4)]];  // y = silu(x * W^T) * (x * U^T), each product rounded first
@@ -125,14 +127,14 @@ template <ushort BITS, ushort M, ushort R>
     ushort lane [[thread_index_in_simdgroup]]) {
   constexpr ushort V = power_of_two(M * R), SPAN = LANES / V;
   threadgroup float part[2][SIMDGROUPS * V];
-  const uint split = simdgroup % SPLIT, tile = group.x * (SIMDGROUPS / SPLIT) + simdgroup / SPLIT;
-  const uint first_column = tile * R, first_row = group.y * M;
-  const uint expert = GATHERED ? experts[group.y] * p.n : 0u;
+  const uint split = simdgroup % SPLIT, tile = group.y * (SIMDGROUPS / SPLIT) + simdgroup / SPLIT;
+  const uint first_column = tile * R, first_row = group.x * M;
+  const uint expert = GATHERED ? experts[group.x] * p.n : 0u;
   uint column[R], row[M];  // past the edge: the last one again, dropped at the end, so nobody leaves before a shuffle
 #pragma unroll
   for (ushort r = 0; r < R; r++) column[r] = expert + min(first_column + r, p.n - 1);
 #pragma unroll
-  for (ushort m = 0; m < M; m++) row[m] = GATHERED ? group.y / p.top : min(first_row + m, p.rows - 1);
+  for (ushort m = 0; m < M; m++) row[m] = GATHERED ? group.x / p.top : min(first_row + m, p.rows - 1);
 
   float total = products<BITS, M, R, V>(w, scales, biases, x, p, column, row, split, lane), second = 0.0f;
   if (GATE_UP) second = products<BITS, M, R, V>(up, up_scales, up_biases, x, p, column, row, split, lane);
@@ -161,11 +163,7 @@ template <ushort BITS, ushort M, ushort R>
   INSTANCE("affine_lanes_b" #BITS "_m1", affine_lanes, BITS, 1, 4) \
   INSTANCE("affine_lanes_b" #BITS "_m2", affine_lanes, BITS, 2, 4) \
   INSTANCE("affine_lanes_b" #BITS "_m3", affine_lanes, BITS, 3, 4) \
-  INSTANCE("affine_lanes_b" #BITS "_m4", affine_lanes, BITS, 4, 4) \
-  INSTANCE("affine_lanes_b" #BITS "_m5", affine_lanes, BITS, 5, 2) \
-  INSTANCE("affine_lanes_b" #BITS "_m6", affine_lanes, BITS, 6, 2) \
-  INSTANCE("affine_lanes_b" #BITS "_m7", affine_lanes, BITS, 7, 2) \
-  INSTANCE("affine_lanes_b" #BITS "_m8", affine_lanes, BITS, 8, 2)
+  INSTANCE("affine_lanes_b" #BITS "_m4", affine_lanes, BITS, 4, 4)
 #if !defined(ONLY_BITS) || ONLY_BITS == 2
 LANES_OF(2)
 #endif

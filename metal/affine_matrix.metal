@@ -10,7 +10,7 @@
 // ROW INVARIANCE. One kernel does every M <= 8, and a row's results come from its own column of B. 9...16 rows are two tiles of the same.
 //
 // Per code 8 multiply slots whatever M is, 1 to 3 to unpack, 1.6 to bring x: 10.6 at 4 bits, 7.5 are free on an M1 Max at 400 GB/s:
-// c(1) = c(8) = 1.4 times the bandwidth's time. So lanes win up to 4 rows, this from 5 on. About 50 registers.
+// c(1) = c(8) = 1.4 times the bandwidth's time. The policy takes lanes for passes of up to 8 rows. About 50 registers.
 // Threadgroup memory: 4 x 1 KB of x, 2 KB of partial sums (both doubled for 16 rows), 0.4 KB: 6.4 KB or 12.8 KB, 5 or 2 threadgroups a core.
 #include "matmul.h"
 #include <metal_simdgroup_matrix>

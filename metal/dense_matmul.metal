@@ -1,10 +1,11 @@
-// y[M, N] = x[M, K] * W[N, K]^T for plain weights (f32, f16, bf16), up to 8 rows a pass: routers, gates, unquantized models.
+// y[M, N] = x[M, K] * W[N, K]^T for plain weights (f32, f16, bf16), tiles of up to 4 rows: routers, gates, unquantized models.
 //
 // As affine_matmul.metal: a simdgroup owns R columns for all M rows; a lane takes 4 neighbouring k of every 128, SPLIT simdgroups take every
 // SPLIT-th 128. The order of additions follows from N and K alone, so a row has the bits that it has alone.
 //
-// Per weight: half a slot to unpack it, M fma, (M / R) for x: at 16 bits a weight 400 GB/s leave an M1 Max 27 slots, so c(8) is 1.0 where
-// the weights come from memory. 60 registers, full occupancy, 16 floats of threadgroup memory a simdgroup.
+// Occupancy: 128 threads, 60 registers (M * R <= 16 sums, 16 weights, 4 x): full; 4 * 16 floats (256 bytes) of threadgroup memory.
+// Bytes: 2 * N * K of bf16 weights a pass (tiles of rows are neighbours in the grid and share them), 4 * K of x and 2 * N of y a row.
+// c(M) at 400 GB/s: half a slot to unpack a weight, M fma, M / R for x, of the 27 slots that an M1 Max has for 16 bits: c(8) is 1.0.
 #include "matmul.h"
 
 template <ushort M, ushort R>
@@ -18,8 +19,8 @@ template <ushort M, ushort R>
     ushort lane [[thread_index_in_simdgroup]]) {
   constexpr ushort V = power_of_two(M * R), SPAN = LANES / V;
   threadgroup float part[SIMDGROUPS * V];
-  const uint split = simdgroup % SPLIT, tile = group.x * (SIMDGROUPS / SPLIT) + simdgroup / SPLIT;
-  const uint first_column = tile * R, first_row = group.y * M, quads = p.k / 4;
+  const uint split = simdgroup % SPLIT, tile = group.y * (SIMDGROUPS / SPLIT) + simdgroup / SPLIT;
+  const uint first_column = tile * R, first_row = group.x * M, quads = p.k / 4;
   uint column[R], row[M];  // past the edge: the last one again, dropped at the end
 #pragma unroll
   for (ushort r = 0; r < R; r++) column[r] = min(first_column + r, p.n - 1);
@@ -60,7 +61,3 @@ INSTANCE("dense_lanes_m1", dense_lanes, 1, 4)
 INSTANCE("dense_lanes_m2", dense_lanes, 2, 4)
 INSTANCE("dense_lanes_m3", dense_lanes, 3, 4)
 INSTANCE("dense_lanes_m4", dense_lanes, 4, 4)
-INSTANCE("dense_lanes_m5", dense_lanes, 5, 2)
-INSTANCE("dense_lanes_m6", dense_lanes, 6, 2)
-INSTANCE("dense_lanes_m7", dense_lanes, 7, 2)
-INSTANCE("dense_lanes_m8", dense_lanes, 8, 2)

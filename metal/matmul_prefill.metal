@@ -49,7 +49,8 @@ template <typename T>
     uint3 group [[threadgroup_position_in_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
-  threadgroup T xs[TILE * STRIDE], ws[TILE * STRIDE];
+  threadgroup T xs[TILE * STRIDE];
+  threadgroup T ws[TILE * STRIDE];
   threadgroup float result[TILE * RESULT];
   const uint m0 = group.y * TILE, n0 = group.x * TILE;
   const uint line = thread_index / 4, part = thread_index % 4;  // what this thread brings: 8 values of one row

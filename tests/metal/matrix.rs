@@ -9,7 +9,7 @@ use crate::support::*;
 use crate::support_ops::*;
 
 fn wide(mode: Mode) -> Context {
-    emulated(mode).with_verify_rows(8)
+    emulated(mode).with_verify_rows(16)
 }
 
 /// M = 1…16: f64's values, and every row as it is alone.

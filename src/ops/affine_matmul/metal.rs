@@ -28,8 +28,10 @@ static PREFILL: Source = Source::new(
 
 /// Simdgroups of a threadgroup; `SIMDGROUPS` in the kernel.
 const SIMDGROUPS: usize = 4;
-/// Rows of `x` that one pass over the weights takes.
-const ROWS: usize = 8;
+/// Rows of a tile at most, and columns of a simdgroup; the instances of the kernels' files. Tiles of the same columns are neighbours in
+/// the grid, so that they share the weights in the cache.
+const ROWS: usize = 4;
+const COLUMNS: usize = 4;
 
 /// The kernels' number for a dtype.
 fn number(dtype: DType) -> Constant {
@@ -123,7 +125,6 @@ fn plan(call: &Product) -> Result<Plan> {
             (tile, if tile == 0 { 0 } else { rows.div_ceil(tile) })
         }
     };
-    let columns = if tile <= 4 { 4 } else { 2 };
     let mut launch = match affine {
         true => Launch::new(&LANES, format!("affine_lanes_b{bits}_m{tile}")),
         false => Launch::new(&DENSE, format!("dense_lanes_m{tile}")),
@@ -148,8 +149,8 @@ fn plan(call: &Product) -> Result<Plan> {
         };
         launch = launch.input(9, at, choices);
     }
-    let across = n.div_ceil(columns * SIMDGROUPS / split);
-    plan.launch(launch.threadgroups([across, tiles, 1], [32 * SIMDGROUPS, 1, 1]));
+    let across = n.div_ceil(COLUMNS * SIMDGROUPS / split);
+    plan.launch(launch.threadgroups([tiles, across, 1], [32 * SIMDGROUPS, 1, 1]));
     Ok(plan)
 }
 

@@ -1,10 +1,22 @@
 //! The same for Metal. A weight has one form whatever the number of rows is, decoding included: forms differ in their last bits.
 //!
-//! Estimates from public figures, no measurement on Apple hardware. Issue slots per 4-bit code: lanes 4.5, 9 and 12.5 for 1, 4 and 8 rows
-//! (L1 may make 8 rows dearer); matrix 10.6 for any number up to 8. At full bandwidth an M1 Max has 7.5 of them, M2 Max, M3 Max and M4 8 to 10,
-//! M1 10.8. So on M1 to M4 drafts of up to 3 tokens (4 rows) take lanes: c(4) is 1.0 to 1.2, and decoding runs at the bandwidth. Longer drafts
-//! take the matrix form: c(8) is 1.0 of itself, and decoding costs up to 1.4 times as much on an M1 Max, nothing extra on an M1. On M5
-//! (matrix units beside the ALUs) both hold until somebody measures.
+//! | rows | affine weights | plain weights |
+//! |---|---|---|
+//! | decoding and verify passes, drafts of up to 7 tokens | lanes (`affine_matmul.metal`) | lanes (`dense_matmul.metal`) |
+//! | the same, for passes of more than 8 rows | matrix (`affine_matrix.metal`), where it fits; else lanes | lanes |
+//! | prompts of more than 16 rows | `matmul_prefill.metal` | `matmul_prefill.metal` |
+//!
+//! An NVIDIA H200 took for 4096 x 4096 (4 bits, groups of 64, bf16, weights from memory) 8, 10 and 13 us with lanes for 1, 2 and 4 rows,
+//! and 24 us with the matrix form for 1 to 8 rows, 30 us for 16: an earlier build of this form, not timed again since (`tests/metal-gpu`
+//! does it). More rows go in tiles of 4. Nothing was measured on Apple hardware. By estimate
+//! from public figures (issue slots per 4-bit code: lanes 4.5 for 1 row and 9 for 4, matrix 10.6 for any number up to 8):
+//!
+//! - M1 and M2 (7.5 to 10 slots a code at full bandwidth on the Max, 10.8 on an M1): lanes. Decoding runs at the bandwidth, c(4) is 1.0 to
+//!   1.2, c(8) up to 2.4. The matrix form would make c(8) 1.4 of lanes' c(1), but every token decoded alone would cost 1.4 as well, so it
+//!   pays only where most passes are wide: it is left to passes of more than 8 rows. These GPUs run 8x8 matrices on the same ALUs.
+//! - M3 and M4 (8 to 10 slots; registers and threadgroup memory are a cache, so occupancy depends less on their number): the same.
+//! - M5 (matrix units beside the ALUs, reached through tensor ops that these kernels do not use): the same kernels run; nobody knows yet
+//!   where the matrix form overtakes. `bench matmul` measures it.
 
 use candle_core::DType;
 
@@ -40,8 +52,8 @@ pub struct Shape {
 /// Up to so many rows a row has the bits that it has alone; more take the prefill kernel.
 pub const DECODE_ROWS: usize = 16;
 
-/// Rows of a verify pass up to which lanes are the faster form.
-const LANES_UP_TO: usize = 4;
+/// Rows of a verify pass up to which lanes are the faster form: two tiles of theirs.
+const LANES_UP_TO: usize = 8;
 /// Simdgroups that fill an M1 Max or smaller: 32 cores of 32.
 const SIMDGROUPS: usize = 1024;
 /// k that a simdgroup covers in a step.
@@ -95,10 +107,15 @@ mod tests {
     #[test]
     fn wide_passes_take_matrices_where_codes_are_exact() {
         let wide = Shape {
-            verify_rows: 8,
+            verify_rows: 9,
             ..shape(4096, 4096)
         };
         assert_eq!(choose(wide), Form::Matrix);
+        let seven_drafts = Shape {
+            verify_rows: 8,
+            ..wide
+        };
+        assert_eq!(choose(seven_drafts), Form::Lanes { split: 1 });
         let lanes = |format, dtype| {
             matches!(
                 choose(Shape {
