@@ -25,6 +25,9 @@ mod vector;
 
 pub(crate) use launch::wanted as on_launches;
 
+/// Rows up to which the kernels of launches give a row the bits that it has alone; with more, those of prompts run.
+pub(crate) const DECODE_ROWS: usize = 16;
+
 pub use affine_matmul::{gate_up_silu, matmul, matmul_grouped};
 pub use argmax::argmax;
 pub use attention::attention;

@@ -14,6 +14,7 @@ mod mlp;
 mod model;
 mod moe;
 mod mtp;
+mod pass;
 mod rope;
 mod scope;
 mod weights;

@@ -10,14 +10,14 @@ use crate::ops::gated_delta::Keep;
 use crate::ops::rope::Rope;
 use crate::ops::{self, Context};
 
-use super::cache::{Cache, LayerCache};
+use super::attention;
+use super::cache::Cache;
 use super::checkpoint::Checkpoint;
 use super::config::{Config, LayerType, TextConfig};
 use super::embeddings::Packed;
-use super::layer::{Layer, Mixer};
+use super::layer::Layer;
 use super::mtp::DraftHead;
 use super::weights::Weights;
-use super::{attention, gated_delta_net};
 
 /// How a model is loaded.
 #[derive(Clone, Debug)]
@@ -42,13 +42,13 @@ impl Default for LoadOptions {
 
 /// A Qwen3.5 text model with its draft head.
 pub struct Model {
-    config: TextConfig,
+    pub(super) config: TextConfig,
     embedding: Weight,
-    layers: Vec<Layer>,
-    norm: Tensor,
+    pub(super) layers: Vec<Layer>,
+    pub(super) norm: Tensor,
     lm_head: Option<Weight>,
     head: Option<DraftHead>,
-    rope: Rope,
+    pub(super) rope: Rope,
     /// Positions that rows may have.
     limit: usize,
     device: Device,
@@ -339,92 +339,18 @@ impl Model {
         })
     }
 
-    /// `x` is `[rows, hidden]`, `positions` `[rows]` or `[3, rows]`. All input was checked.
-    pub(super) fn pass(
-        &self,
-        cx: &Context,
-        mut x: Tensor,
-        positions: &Tensor,
-        batch: &mut [Packed],
-        wanted: Wanted,
-        mut queries: Option<&mut Vec<Tensor>>,
-    ) -> Result<Option<Tensor>> {
-        let depth = self.depth(wanted)?;
-        cx.go_on()?;
-        batch.iter_mut().for_each(|r| r.cache.begin(depth));
-        let mut hidden = None;
-        for (i, layer) in self.layers[..depth].iter().enumerate() {
-            let last = i + 1 == depth;
-            let of = |rows: usize| match wanted {
-                _ if !last => rows,
-                Wanted::All => rows,
-                Wanted::Last => rows.min(1),
-                Wanted::Nothing | Wanted::Keys(_) => 0,
-            };
-            let sizes: Vec<_> = batch.iter().map(|r| r.rows).collect();
-            let sizes: Vec<_> = sizes.into_iter().map(|rows| (rows, of(rows))).collect();
-            let residual = |x: &Tensor| attention::last_rows(x, &sizes);
-            let out = layer.forward(cx, &x, residual, |mixer, x| match mixer {
-                Mixer::Attention(mixer) => {
-                    let spans = batch.iter_mut().filter_map(|r| {
-                        let filled = r.cache.length().get();
-                        match &mut r.cache.layers[i] {
-                            LayerCache::Attention(key_values) => Some(attention::Span {
-                                key_values,
-                                filled,
-                                rows: r.rows,
-                                wanted: of(r.rows),
-                            }),
-                            LayerCache::Delta(_) => None,
-                        }
-                    });
-                    let mut spans: Vec<_> = spans.collect();
-                    let queries = queries.as_deref_mut();
-                    let (rope, spans) = (&self.rope, &mut spans);
-                    if spans.iter().any(|s| s.wanted > 0) {
-                        let out = mixer.forward(cx, x, positions, rope, spans, queries)?;
-                        return Ok(Some(out));
-                    }
-                    mixer.prime(cx, x, positions, rope, spans)?;
-                    if let (Wanted::Keys(_), Some(queries)) = (wanted, queries) {
-                        queries.push(mixer.queries_only(cx, x, positions, rope)?);
-                    }
-                    Ok(None)
-                }
-                Mixer::Delta(mixer) => {
-                    let spans = batch
-                        .iter_mut()
-                        .filter_map(|r| match &mut r.cache.layers[i] {
-                            LayerCache::Delta(state) => Some(gated_delta_net::Span {
-                                state,
-                                rows: r.rows,
-                                wanted: of(r.rows),
-                                keep: r.keep,
-                            }),
-                            LayerCache::Attention(_) => None,
-                        });
-                    mixer.forward(cx, x, &mut spans.collect::<Vec<_>>())
-                }
-            })?;
-            match out {
-                Some(out) if last => hidden = Some(out),
-                Some(out) => x = out,
-                None => {}
-            }
-        }
-        let eps = self.config.rms_norm_eps;
-        let norm = |x: Tensor| ops::rms_norm(cx, &x, &self.norm, eps);
-        let hidden = hidden.map(norm).transpose()?;
-        for rows in batch.iter_mut() {
-            rows.cache.finish(rows.ends, rows.keep);
-        }
-        Ok(hidden)
-    }
-
     /// Logits `[rows, vocab]` of hidden states `[rows, hidden]`, from the trunk or from the draft head.
     pub fn logits(&self, cx: &Context, hidden: &Tensor) -> Result<Tensor> {
         let head = self.lm_head.as_ref().unwrap_or(&self.embedding);
-        self.in_pool(|| ops::matmul(cx, hidden, head))
+        let rows = hidden.dim(0)?;
+        if rows <= ops::DECODE_ROWS || !ops::on_launches(cx, hidden) {
+            return self.in_pool(|| ops::matmul(cx, hidden, head));
+        }
+        let parts = (0..rows).step_by(ops::DECODE_ROWS).map(|first| {
+            let part = hidden.narrow(0, first, ops::DECODE_ROWS.min(rows - first))?;
+            self.in_pool(|| ops::matmul(cx, &part, head))
+        });
+        Ok(Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)?)
     }
 
     /// A smaller output head for drafts, of the tokens `ids` (sorted here, repeats dropped): drafts then cost less, and

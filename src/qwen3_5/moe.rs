@@ -25,10 +25,6 @@ pub(crate) struct Moe {
     top: usize,
 }
 
-/// Rows up to which a pass reads the stacked experts in three launches, without asking which were chosen. With more rows it
-/// would read an expert often, and each expert runs once on all its rows instead. The split of the decode path: see `attention`.
-const DECODE_ROWS: usize = 16;
-
 struct Stacked {
     gate: Weight,
     up: Weight,
@@ -120,7 +116,9 @@ impl Moe {
         let (rows, hidden) = x.dims2()?;
         let logits = ops::matmul_grouped(cx, x, &[&self.router, &self.shared_gate])?;
         let (chosen, shares) = moe::route(cx, &logits[0], self.top)?;
-        if rows <= DECODE_ROWS && ops::on_launches(cx, x) {
+        // Three launches read the stacked experts, without asking which were chosen. With more rows they would read an expert
+        // often, and each expert runs once on all its rows instead.
+        if rows <= ops::DECODE_ROWS && ops::on_launches(cx, x) {
             if let Some(stacked) = self.stacked()? {
                 let outs = stacked.forward(cx, x, &chosen, self.experts.len())?;
                 let shared = self.shared.forward(cx, x)?;

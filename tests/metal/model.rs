@@ -230,6 +230,66 @@ fn small_models_with_and_without_experts_run_on_launches_alone() {
     }
 }
 
+/// Verified drafts of more sequences than the row-invariant kernels take at once, beside a prompt: every sequence as it is alone.
+#[test]
+fn many_sequences_share_passes_as_if_alone() {
+    needs_clang!();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    for name in ["dense", "moe", "mlx/moe_q4g64"] {
+        let model = open(&golden.join(name), DType::F32);
+        let gpu = emulated(Mode::Fast);
+        let sizes = [4, 4, 3, 5, 4, 21, 4, 1, 9];
+        assert!(sizes.iter().filter(|s| **s < 17).sum::<usize>() > 2 * 16);
+        let tokens = |s: usize, n: usize| -> Vec<u32> {
+            (0..n as u32)
+                .map(|i| (i * 37 + s as u32 * 11 + 5) % 200)
+                .collect()
+        };
+        let texts: Vec<_> = sizes
+            .iter()
+            .enumerate()
+            .map(|(s, n)| tokens(s, *n))
+            .collect();
+        let start = |s: usize| prefilled(&model, &gpu, &tokens(s + 50, 3 + s)).0;
+        let run = |which: &[usize]| {
+            let mut caches: Vec<_> = which.iter().map(|s| start(*s)).collect();
+            let places = caches.iter().map(|c| c.next_position().get());
+            let places = places
+                .zip(which)
+                .map(|(p, s)| (p..p + sizes[*s] as u32).collect());
+            let places: Vec<Vec<u32>> = places.collect();
+            let rows = caches.iter_mut().zip(which).zip(&places);
+            let mut batch: Vec<Rows> = rows
+                .map(|((cache, s), positions)| Rows {
+                    cache,
+                    tokens: &texts[*s],
+                    positions,
+                    keep: Keep::Pending,
+                })
+                .collect();
+            let hidden = model.forward(&gpu, &mut batch).unwrap();
+            drop(batch);
+            let logits = model.logits(&gpu, &hidden).unwrap();
+            let logits: Vec<Vec<f32>> = logits.to_vec2().unwrap();
+            for (cache, s) in caches.iter_mut().zip(which) {
+                cache.accept(sizes[*s].min(3)).unwrap();
+            }
+            let kept: Vec<_> = caches.iter().map(contents).collect();
+            (logits, kept)
+        };
+        let all: Vec<usize> = (0..sizes.len()).collect();
+        let (logits, kept) = run(&all);
+        let mut at = 0;
+        for s in all {
+            let (alone, own) = run(&[s]);
+            assert!(logits[at..at + sizes[s]] == alone, "{name}: sequence {s}");
+            assert!(kept[s] == own[0], "{name}: sequence {s}");
+            at += sizes[s];
+        }
+        assert_on_launches(&gpu);
+    }
+}
+
 /// SpecPrefill's scores on launches: the CPU's to within rounding, and the same look-ahead.
 #[test]
 fn a_draft_scores_a_prompt_on_launches_alone() {

@@ -3,11 +3,12 @@
 use candle_core::{DType, Tensor};
 
 use super::device::OnDevice;
-use super::policy::metal::{Form, DECODE_ROWS};
+use super::policy::metal::Form;
 use super::{Weight, OP};
 use crate::error::{Error, Result};
 use crate::ops::launch::{self, suffix, Constant, Launch, Operand, Params, Place, Plan, Source};
 use crate::ops::Context;
+use crate::ops::DECODE_ROWS;
 
 static LANES: Source = Source::new(
     "affine_matmul.metal",

@@ -300,7 +300,7 @@ fn on_metal(cx: &Context, x: &Tensor, weight: &Weight) -> Result<Tensor> {
         }
         _ => {
             let form = weight.metal_form(cx, x.dtype(), weight.n);
-            let kernel = match (x.dim(0)? > policy::metal::DECODE_ROWS, weight.format, form) {
+            let kernel = match (x.dim(0)? > crate::ops::DECODE_ROWS, weight.format, form) {
                 (true, ..) => "metal_prefill",
                 (_, Some(_), Form::Matrix) => "metal_matrix",
                 (_, Some(_), _) => "metal_lanes",
@@ -408,7 +408,7 @@ pub fn matmul_gathered(
 
 /// `silu(x · Gᵀ) * (x · Uᵀ)`: bitwise [`silu_gate`](super::silu_gate) of the two products, each rounded to `x`'s dtype.
 pub fn gate_up_silu(cx: &Context, x: &Tensor, gate: &Weight, up: &Weight) -> Result<Tensor> {
-    let few = x.dim(0)? <= policy::metal::DECODE_ROWS;
+    let few = x.dim(0)? <= crate::ops::DECODE_ROWS;
     let form = gate.metal_form(cx, x.dtype(), gate.n);
     if few && launch::wanted(cx, x) && form != Form::Matrix && metal::fusable(gate, up) {
         check::activation(OP, "x", x)?;

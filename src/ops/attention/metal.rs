@@ -5,14 +5,13 @@ use candle_core::DType;
 use super::{cpu::Dims, OP};
 use crate::error::{Error, Result};
 use crate::ops::launch::{suffix, Launch, Operand, Params, Plan, Source};
+use crate::ops::DECODE_ROWS;
 
 static SOURCE: Source = Source::new(
     "attention.metal",
     include_str!("../../../metal/attention.metal"),
 );
 
-/// Rows up to which a row's bits do not depend on the others: splits of [`SPLIT`] slots, merged in order.
-pub(super) const DECODE_ROWS: usize = 16;
 /// Slots of a split, and its threads; `SPLIT` in the kernel.
 const SPLIT: usize = 128;
 /// Queries of a split's threadgroup; `TILE` in the kernel.

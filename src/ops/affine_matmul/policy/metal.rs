@@ -49,9 +49,6 @@ pub struct Shape {
     pub verify_rows: usize,
 }
 
-/// Up to so many rows a row has the bits that it has alone; more take the prefill kernel.
-pub const DECODE_ROWS: usize = 16;
-
 /// Rows of a verify pass up to which lanes are the faster form: two tiles of theirs.
 const LANES_UP_TO: usize = 8;
 /// Simdgroups that fill an M1 Max or smaller: 32 cores of 32.
