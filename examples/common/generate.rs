@@ -6,12 +6,12 @@ use std::io::Write;
 use anyhow::Result;
 use candle_specprefill::mtp::Depth;
 use candle_specprefill::pipeline::{
-    Event, GenerateOptions, Message, SpecPrefillPipeline, Stage, Usage,
+    Completion, GenerateOptions, Message, SpecPrefillPipeline, Usage,
 };
 use clap::Parser;
-use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
+use super::stream::stream;
 use super::{GenerateArgs, ModelArgs, PromptArgs};
 
 /// Answers a prompt: SpecPrefill reads it, MTP decoding streams the answer, a summary says what it cost.
@@ -33,19 +33,11 @@ pub struct Cli {
 }
 
 #[derive(Serialize)]
-struct Answer {
-    text: String,
-    token_ids: Vec<u32>,
-    #[serde(flatten)]
-    usage: Usage,
-}
-
-#[derive(Serialize)]
 struct Report {
     #[serde(flatten)]
-    answer: Answer,
+    answer: Completion,
     #[serde(skip_serializing_if = "Option::is_none")]
-    compare: Option<Answer>,
+    compare: Option<Completion>,
 }
 
 /// Runs the example and returns its exit status: 0 an answer, 1 an error, 2 bad arguments.
@@ -54,24 +46,9 @@ where
     I: IntoIterator<Item = T>,
     T: Into<OsString> + Clone,
 {
-    let cli = match Cli::try_parse_from(args) {
+    let cli: Cli = match super::parse(args, out, err) {
         Ok(cli) => cli,
-        Err(error) if !error.use_stderr() => {
-            let _ = write!(out, "{error}");
-            return 0;
-        }
-        Err(error) => {
-            // clap's first paragraph says what is wrong; the rest repeats the usage.
-            let text = error.to_string();
-            let lines: Vec<&str> = text.split("\n\n").next().unwrap_or(&text).lines().collect();
-            let line = lines
-                .iter()
-                .map(|line| line.trim())
-                .collect::<Vec<_>>()
-                .join(" ");
-            let _ = writeln!(err, "{line} (see --help)");
-            return 2;
-        }
+        Err(status) => return status,
     };
     if let Err(error) = cli.generate.options().validate() {
         let _ = writeln!(err, "error: {error} (see --help)");
@@ -91,8 +68,8 @@ fn answer(cli: &Cli, out: &mut dyn Write, err: &mut dyn Write) -> Result<()> {
     let pipeline = cli.model.load()?;
     let options = &cli.generate.options_for(&pipeline);
     let mut sink = std::io::sink();
-    let stream: &mut dyn Write = if cli.json { &mut sink } else { &mut *out };
-    let answer = generate(&pipeline, &messages, options, stream)?;
+    let shown: &mut dyn Write = if cli.json { &mut sink } else { &mut *out };
+    let answer = generate(&pipeline, &messages, options, shown)?;
     let compare = if cli.compare {
         let mut plain = options.clone();
         plain.specprefill.enabled = false;
@@ -120,49 +97,18 @@ fn generate(
     pipeline: &SpecPrefillPipeline,
     messages: &[Message],
     options: &GenerateOptions,
-    stream: &mut dyn Write,
-) -> Result<Answer> {
-    // Draws on standard error, and only when that is a terminal.
-    let bar = ProgressBar::no_length().with_style(ProgressStyle::with_template(
-        "{msg} {bar:30} {pos}/{len} tokens, {elapsed}",
-    )?);
-    let (mut text, mut token_ids) = (String::new(), Vec::new());
-    for event in pipeline.generate(messages, options)? {
-        match event? {
-            Event::Progress { stage, done, total } => {
-                bar.set_message(match stage {
-                    Stage::Scoring => "draft reads the prompt",
-                    _ => "target reads the prompt",
-                });
-                bar.set_length(total as u64);
-                bar.set_position(done as u64);
-            }
-            Event::Text {
-                text: more,
-                token_ids: ids,
-            } => {
-                bar.finish_and_clear();
-                write!(stream, "{more}")?;
-                stream.flush()?;
-                text.push_str(&more);
-                token_ids.extend(ids);
-            }
-            Event::Finished(usage) => {
-                writeln!(stream)?;
-                return Ok(Answer {
-                    text,
-                    token_ids,
-                    usage: *usage,
-                });
-            }
-            _ => {}
-        }
-    }
-    anyhow::bail!("the answer ended without its usage")
+    out: &mut dyn Write,
+) -> Result<Completion> {
+    stream(pipeline.generate(messages, options)?, out)
 }
 
-fn summary(answer: &Answer, compare: Option<&Answer>, err: &mut dyn Write) -> Result<()> {
-    let columns: Vec<&Answer> = std::iter::once(answer).chain(compare).collect();
+/// What an answer cost, as a table; beside it the same of another answer.
+pub fn summary(
+    answer: &Completion,
+    compare: Option<&Completion>,
+    err: &mut dyn Write,
+) -> Result<()> {
+    let columns: Vec<&Completion> = std::iter::once(answer).chain(compare).collect();
     let mut row = |name: &str, value: &dyn Fn(&Usage) -> String| {
         let cells: String = columns
             .iter()

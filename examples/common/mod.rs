@@ -1,19 +1,44 @@
 //! What the examples share: their flags, the embedded models, and prompts from files.
 #![allow(dead_code)]
 
+pub mod chat;
+pub mod commands;
 pub mod generate;
 pub mod model;
+pub mod stream;
 
+use std::ffi::OsString;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use candle_specprefill::mtp::{Depth, Sampling};
 use candle_specprefill::pipeline::{GenerateOptions, Message, SpecPrefillPipeline};
 use candle_specprefill::specprefill::{Keep, Scoring};
-use clap::Args;
+use clap::{Args, Parser};
 use serde::Deserialize;
 
 pub use model::{tiny, ModelArgs};
+
+/// Arguments, or the exit status after what there is to say about them.
+pub fn parse<C: Parser>(
+    args: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+    out: &mut dyn Write,
+    err: &mut dyn Write,
+) -> std::result::Result<C, u8> {
+    C::try_parse_from(args).map_err(|error| {
+        if !error.use_stderr() {
+            let _ = write!(out, "{error}");
+            return 0;
+        }
+        // clap's first paragraph says what is wrong; the rest repeats the usage.
+        let text = error.to_string();
+        let lines = text.split("\n\n").next().unwrap_or(&text).lines();
+        let line = lines.map(str::trim).collect::<Vec<_>>().join(" ");
+        let _ = writeln!(err, "{line} (see --help)");
+        2
+    })
+}
 
 /// The prompt that is asked when none is given.
 pub const DEFAULT_PROMPT: &str = "prompts/needle_16k_00.json";
@@ -123,7 +148,8 @@ pub struct GenerateArgs {
     pub stop: Vec<String>,
 }
 
-fn depth(text: &str) -> std::result::Result<Depth, String> {
+/// A depth as a user writes it.
+pub fn depth(text: &str) -> std::result::Result<Depth, String> {
     match text {
         "auto" => Ok(Depth::default()),
         "0" => Ok(Depth::Off),
