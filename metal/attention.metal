@@ -198,6 +198,7 @@ template <typename T, uint DIM, uint SIMDS, uint BLOCK>
   constexpr uint THREADS = SIMDS * 32, QUERIES = SIMDS * 8, ROW = DIM + 16 / sizeof(T);
   threadgroup T queries[QUERIES * ROW];
   threadgroup T block[BLOCK * ROW];
+  threadgroup uint strange[SIMDS];  // whether a simdgroup staged a value that is NaN or infinite
   const uint i0 = group.x * QUERIES, head = group.y, count = p.rows * p.group;
   device const T *own_k = k + head * p.k_head, *own_v = v + head * p.v_head;
   for (uint j = tid; j < QUERIES * DIM; j += THREADS) {
@@ -250,17 +251,39 @@ template <typename T, uint DIM, uint SIMDS, uint BLOCK>
     }
     for (uint d = 0; d < DIM / 8; d++) out[d].thread_elements() *= shrink;
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    bool odd = false;
     for (uint j = tid; j < BLOCK * DIM; j += THREADS) {
       const uint slot = first + j / DIM, d = j % DIM;
-      block[j / DIM * ROW + d] = slot < most ? own_v[slot * p.v_slot + d] : T(0.0f);
+      const T value = slot < most ? own_v[slot * p.v_slot + d] : T(0.0f);
+      odd = odd || !isfinite(float(value));
+      block[j / DIM * ROW + d] = value;
     }
+    odd = simd_any(odd);
+    if (lane == 0) strange[simd] = odd;
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    odd = false;
+    for (uint s = 0; s < SIMDS; s++) odd = odd || strange[s] != 0;
+    // A matrix product would give weight 0 of a hidden slot times NaN to every query of the tile. So such values are 0 in the product, and
+    // the queries that see their slots add them one by one.
+    if (odd) {
+      for (uint j = 0; j < BLOCK; j++) {
+        const ushort c = ushort(j % 8), from = ushort((lane & ~9u) | (c >> 1 & 1) | (c >> 2 & 1) << 3);
+        const float weight = simd_shuffle(scores[j / 8].thread_elements()[c % 2], from);
+        for (uint d = 0; d < DIM / 8 && first + j < mine; d++) {
+          for (uint e = 0; e < 2; e++) {
+            const float value = float(block[j * ROW + d * 8 + column + e]);
+            if (!isfinite(value)) out[d].thread_elements()[e] = fma(weight, value, out[d].thread_elements()[e]);
+          }
+        }
+      }
+    }
     for (uint j = 0; j < BLOCK / 8; j++) {
       for (uint d = 0; d < DIM / 8; d++) {
         simdgroup_matrix<T, 8, 8> own;
         simdgroup_matrix<float, 8, 8> b;
         simdgroup_load(own, block + j * 8 * ROW + d * 8, ROW);
-        b.thread_elements() = float2(float(own.thread_elements()[0]), float(own.thread_elements()[1]));
+        const float a0 = float(own.thread_elements()[0]), a1 = float(own.thread_elements()[1]);
+        b.thread_elements() = odd ? float2(isfinite(a0) ? a0 : 0.0f, isfinite(a1) ? a1 : 0.0f) : float2(a0, a1);
         simdgroup_multiply_accumulate(out[d], scores[j], b, out[d]);
       }
     }

@@ -192,6 +192,62 @@ fn nan_stays_in_the_rows_that_see_it() {
     assert!(got[3 * 128..].iter().all(|b| f32::from_bits(*b).is_nan()));
 }
 
+/// Prefill: NaN in one row's query and infinity or NaN in one late slot's value leave the other rows of the tile as they are.
+#[test]
+fn a_bad_row_of_a_prefill_tile_stays_alone() {
+    needs_clang!();
+    for (mode, dtype) in [
+        (Mode::Fast, DType::F32),
+        (Mode::Fast, DType::BF16),
+        (Mode::Checked, DType::F16),
+    ] {
+        for bad in [f32::NAN, f32::INFINITY] {
+            let (rows, row) = (24, 13);
+            let c = case(rows, 1, 2, 64, 40, dtype);
+            let clean = bits(&c.part(mode, 0, rows));
+            let poison = |shape: &[usize]| {
+                let t = Tensor::full(bad, shape, &Device::Cpu).unwrap();
+                t.to_dtype(dtype).unwrap()
+            };
+            let part = |t: &Tensor, dim, from, n| t.narrow(dim, from, n).unwrap();
+            let spoiled = |t: &Tensor, dim: usize, at: usize| {
+                let mut shape = t.dims().to_vec();
+                shape[dim] = 1;
+                let after = t.dims()[dim] - at - 1;
+                let parts = [
+                    part(t, dim, 0, at),
+                    poison(&shape),
+                    part(t, dim, at + 1, after),
+                ];
+                Tensor::cat(&parts, dim).unwrap()
+            };
+            let one_query = Case {
+                q: spoiled(&c.q, 0, row),
+                k: c.k.clone(),
+                v: c.v.clone(),
+                ..c
+            };
+            let got = bits(&one_query.part(mode, 0, rows));
+            let own = row * 128..(row + 1) * 128;
+            assert_eq!(got[..own.start], clean[..own.start]);
+            assert_eq!(got[own.end..], clean[own.end..]);
+            assert!(floats(&one_query.part(mode, row, 1))
+                .iter()
+                .all(|v| v.is_nan()));
+            // Slot `40 - rows + row` belongs to that row: rows before it do not see it.
+            let one_value = Case {
+                v: spoiled(&c.v, 1, 40 - rows + row),
+                ..c
+            };
+            let y = one_value.part(mode, 0, rows);
+            assert_eq!(bits(&y)[..own.start], clean[..own.start]);
+            assert!(floats(&part(&y, 0, row, rows - row))
+                .iter()
+                .all(|v| !v.is_finite()));
+        }
+    }
+}
+
 #[test]
 fn attention_of_nothing_strided_lanes_and_other_head_dims() {
     needs_clang!();
