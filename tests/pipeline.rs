@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use candle_specprefill::mtp::Depth;
+use candle_specprefill::ops::CancelToken;
 use candle_specprefill::pipeline::{
     Event, GenerateOptions, Message, Prompt, SpecPrefillPipeline, StreamDecoder, TextTokenizer,
     Usage,
@@ -11,6 +12,7 @@ use candle_specprefill::pipeline::{
 use candle_specprefill::specprefill::{
     AttentionScorer, Keep, OnFailure, Policy, Progress, Reason, Role, Scorer, ScorerInput, Scores,
 };
+use candle_specprefill::Error;
 use serde_json::Value;
 
 fn tiny() -> PathBuf {
@@ -453,4 +455,62 @@ fn a_bad_selection_is_doubted_and_a_good_one_is_not() {
     let (text, usage) = answer(&build(None), messages, &options);
     assert!(text == right && !usage.specprefill.reread);
     assert!(usage.specprefill.agreement.unwrap() > 0.5 && low < 0.5);
+}
+
+#[test]
+fn several_answers_at_once_are_those_of_each_alone() {
+    let pipeline = pair();
+    let (_, long) = needle("needle_4k_01.json");
+    let short = |max_tokens| GenerateOptions {
+        max_tokens,
+        ..Default::default()
+    };
+    let sparse = GenerateOptions {
+        max_tokens: 20,
+        ..long_options()
+    };
+    let mut sampled = short(30);
+    sampled.sampling.temperature = 0.9;
+    sampled.sampling.seed = 7;
+    let mut stopped = short(60);
+    stopped.stop = vec![" the".into()];
+    let mut plain = short(25);
+    plain.mtp_depth = Depth::Off;
+    let requests: Vec<(Prompt, GenerateOptions)> = vec![
+        (long.clone().into(), sparse.clone()),
+        ("Tell me about tea.".into(), short(40)),
+        ("".into(), short(5)),
+        ("Tell me about the sea.".into(), sampled),
+        ("Tell me about the garden.".into(), stopped),
+        ("Define the word \"harbour\".".into(), plain),
+        ("Hi".into(), short(1)),
+        (long.into(), short(12)),
+    ];
+    let cancel = CancelToken::default();
+    let all = pipeline.generate_all(requests.clone(), &cancel);
+    assert_eq!(all.len(), requests.len());
+    for (i, ((prompt, options), together)) in requests.into_iter().zip(all).enumerate() {
+        let alone = pipeline
+            .generate(prompt, &options)
+            .and_then(|g| g.complete());
+        match (alone, together) {
+            (Ok(alone), Ok(together)) => {
+                assert_eq!(together.token_ids, alone.token_ids, "{i}");
+                assert_eq!(together.text, alone.text, "{i}");
+                let (one, other) = (alone.usage, together.usage);
+                assert_eq!(other.kept_tokens, one.kept_tokens, "{i}");
+                assert_eq!(other.prompt_tokens, one.prompt_tokens, "{i}");
+                assert_eq!(other.finish_reason, one.finish_reason, "{i}");
+                assert_eq!(other.specprefill.admitted, i == 0, "{i}");
+            }
+            (Err(alone), Err(together)) => assert_eq!(alone.to_string(), together.to_string()),
+            (alone, together) => panic!("{i}: {alone:?} alone, {together:?} together"),
+        }
+    }
+    cancel.cancel();
+    let none = pipeline.generate_all([("Hi".into(), sparse)], &cancel);
+    assert!(matches!(none[..], [Err(Error::Cancelled)]), "{none:?}");
+    assert!(pipeline
+        .generate_all([], &CancelToken::default())
+        .is_empty());
 }

@@ -10,6 +10,8 @@ mod usage;
 #[cfg(feature = "chat")]
 mod answer;
 #[cfg(feature = "chat")]
+mod batch;
+#[cfg(feature = "chat")]
 mod builder;
 #[cfg(feature = "chat")]
 mod conversation;

@@ -31,6 +31,13 @@ pub(super) struct Prepared {
     pub specprefill: SpecPrefillUsage,
 }
 
+impl Prepared {
+    /// Rows that the target read.
+    pub fn kept(&self) -> usize {
+        self.kept
+    }
+}
+
 impl Request<'_> {
     /// Whether anybody still listens.
     fn send(&self, event: Event) -> bool {
