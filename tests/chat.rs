@@ -170,3 +170,18 @@ fn an_interrupt_ends_the_answer_and_not_the_program() {
     );
     assert!(!interrupt.stop());
 }
+
+#[test]
+fn a_retry_that_fails_keeps_the_old_answer() {
+    let long = "word ".repeat(150);
+    let input = format!("Tell me about tea.\n/system {long}\n/retry\n/system\n/history\n");
+    let options = ["--max-tokens", "5", "--context", "100"];
+    let (status, out, err) = chat(&options, input.as_bytes());
+    assert_eq!(status, 0, "{err}");
+    assert!(err.contains("error: prompt: "), "{err}");
+    let history: Vec<&str> = out.lines().filter(|l| l.contains(": ")).collect();
+    assert!(history[0].starts_with("user: Tell me about tea."), "{out}");
+    assert!(history[1].starts_with("assistant: "), "{out}");
+    let answer = out.lines().next().unwrap();
+    assert!(history[1].contains(answer.trim()), "{out}");
+}

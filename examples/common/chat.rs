@@ -175,9 +175,16 @@ impl Chat<'_> {
                 self.say(Message::user(text), terminal)?;
             }
             "retry" => {
-                let said = self.talk.undo().into_iter().next();
+                let undone = self.talk.undo();
+                let said = undone.first().cloned();
                 let said = said.context("nothing was said that could be answered again")?;
-                self.say(said, terminal)?;
+                let before = self.talk.messages().len();
+                let result = self.say(said, terminal);
+                // Without a new answer the old one stays.
+                if self.talk.messages().len() == before {
+                    self.talk.messages_mut().extend(undone);
+                }
+                result?;
             }
             "undo" => match self.talk.undo().first() {
                 Some(said) => writeln!(terminal.err, "took back: {}", beginning(&said.content))?,

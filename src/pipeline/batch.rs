@@ -8,7 +8,7 @@ use super::generation::Job;
 use super::request::{Prepared, Request};
 use super::{Completion, Event, FinishReason, GenerateOptions, Prompt, SpecPrefillPipeline};
 use crate::mtp::{step_all, Session, Step};
-use crate::ops::{CancelToken, Context};
+use crate::ops::{memory, CancelToken, Context};
 use crate::{Error, Result};
 
 /// An answer under way.
@@ -157,7 +157,9 @@ impl SpecPrefillPipeline {
 impl Running<'_> {
     fn complete(mut self, request: &Request, reason: FinishReason) -> Result<Completion> {
         let end = Instant::now();
-        if reason != FinishReason::Cancelled {
+        if reason == FinishReason::Cancelled {
+            memory::settle(request.job.parts.target.device())?;
+        } else {
             request.learn(&self.session);
             self.answer.finish()?;
         }
