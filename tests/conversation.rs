@@ -214,7 +214,8 @@ impl Scorer for Inverted {
         progress: &mut dyn FnMut(Progress),
     ) -> candle_specprefill::Result<Scores> {
         let mut scores = AttentionScorer::look_ahead().score(input, progress)?;
-        scores.importance.iter_mut().for_each(|s| *s = -*s);
+        let most = scores.importance.iter().copied().fold(0.0, f32::max);
+        scores.importance.iter_mut().for_each(|s| *s = most - *s);
         Ok(scores)
     }
 }
@@ -253,7 +254,11 @@ fn a_long_second_turn_is_admitted_by_its_own_length() {
     turn(&mut talk, QUESTIONS[0], &options);
     options.specprefill.gate.min_probability = 0.5;
     let (again, _) = turn(&mut talk, &needle("needle_4k_01.json"), &options);
-    assert!(again.usage.specprefill.reread);
+    assert!(
+        again.usage.specprefill.reread,
+        "{:?}",
+        again.usage.specprefill
+    );
     assert_eq!(again.usage.reused_tokens, before);
     assert_eq!(talk.cache_length(), talk.next_position().get() as usize);
     let dense = talk.messages()[..3].to_vec();
