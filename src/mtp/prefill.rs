@@ -117,7 +117,7 @@ fn check(tokens: &[u32], kept: &[u32], cache: &Cache, model: &Model) -> Result<(
     let end = cache.next_position().get() as usize + tokens.len();
     if end > limit {
         return Err(Error::Prompt(format!(
-            "{end} tokens are more than the model's {limit} positions: shorten the prompt"
+            "{end} tokens are more than the model's {limit} positions (max_position_embeddings, or the context asked for): shorten the prompt"
         )));
     }
     let vocab = model.config().vocab_size;
