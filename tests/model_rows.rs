@@ -166,6 +166,78 @@ fn a_mark_undoes_what_came_after_it() {
     ));
 }
 
+/// Every order of appends, marks and restores: a mark is taken back exactly while its rows are untouched, and then gives the bits of
+/// a cache that never went astray.
+#[test]
+fn a_mark_is_good_until_the_cache_goes_back_before_it() {
+    let model = load("dense", DType::F32);
+    let mut seed = 1u32;
+    let mut draw = |n: usize| {
+        seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (seed >> 16) as usize % n
+    };
+    let (mut taken, mut refused) = (0, 0);
+    for _ in 0..20 {
+        let mut cache = model.new_cache().unwrap();
+        let mut held: Vec<u32> = vec![];
+        // Each mark with the rows that it stands for, and whether they are still there.
+        let mut marks: Vec<(_, Vec<u32>, bool)> = vec![];
+        for step in 0..25 {
+            match draw(3) {
+                0 => marks.push((cache.mark().unwrap(), held.clone(), true)),
+                1 => {
+                    let more = tokens(1 + draw(4), step * 31 + held.len() as u32);
+                    feed(&model, &mut cache, &more, Keep::Commit);
+                    held.extend(more);
+                }
+                _ if marks.is_empty() => {}
+                _ => {
+                    let (mark, rows, good) = marks[draw(marks.len())].clone();
+                    assert_eq!(cache.restore(&mark).is_ok(), good, "{step}");
+                    taken += u32::from(good);
+                    refused += u32::from(!good);
+                    if good {
+                        held = rows;
+                        let left = held.len();
+                        let lost = |m: &&mut (_, Vec<u32>, bool)| m.1.len() > left;
+                        marks.iter_mut().filter(lost).for_each(|m| m.2 = false);
+                    }
+                }
+            }
+            assert_eq!(cache.length(), held.len());
+        }
+        let next = tokens(3, 99);
+        let mut clean = model.new_cache().unwrap();
+        if !held.is_empty() {
+            feed(&model, &mut clean, &held, Keep::Commit);
+        }
+        let want = feed(&model, &mut clean, &next, Keep::Commit);
+        let got = feed(&model, &mut cache, &next, Keep::Commit);
+        assert!(same_bits(&got, &want));
+        assert!(same_contents(&cache, &clean));
+    }
+    assert!(taken > 5 && refused > 5, "{taken} {refused}");
+}
+
+#[test]
+fn marks_of_other_caches_are_refused_and_change_nothing() {
+    let model = load("dense", DType::F32);
+    let filled = || {
+        let mut cache = model.new_cache().unwrap();
+        feed(&model, &mut cache, &tokens(6, 3), Keep::Commit);
+        cache
+    };
+    let cache = filled();
+    let mark = cache.mark().unwrap();
+    for mut other in [filled(), cache.fork().unwrap()] {
+        feed(&model, &mut other, &tokens(2, 4), Keep::Commit);
+        let before = other.fork().unwrap();
+        let error = other.restore(&mark).unwrap_err().to_string();
+        assert!(error.contains("not of this cache"), "{error}");
+        assert!(same_contents(&other, &before));
+    }
+}
+
 #[test]
 fn bad_rows_are_refused_and_change_nothing() {
     let model = load("dense", DType::F32);

@@ -4,6 +4,8 @@
 //! and forgets the rest; nothing is copied. The number of rows and the next position are different things: after a
 //! sparse prefill the cache holds fewer rows than the prompt has positions.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result};
@@ -108,6 +110,12 @@ pub struct Cache {
     /// Layers that hold the rows: fewer than all after passes that stopped early.
     depth: usize,
     failed: bool,
+    /// This cache and no other: marks point to it.
+    id: Arc<()>,
+    /// Restores that forgot rows.
+    generation: u64,
+    /// Of those, the ones that no later one went below: generation and rows that were left, both rising.
+    cuts: Vec<(u64, usize)>,
 }
 
 /// A state of committed rows that [`Cache::restore`] goes back to.
@@ -117,6 +125,8 @@ pub struct Mark {
     rows: usize,
     draft_rows: usize,
     next_position: u32,
+    cache: Arc<()>,
+    generation: u64,
 }
 
 impl Mark {
@@ -163,6 +173,9 @@ impl Cache {
             next_position: 0,
             depth: config.layer_types.len(),
             failed: false,
+            id: Arc::default(),
+            generation: 0,
+            cuts: vec![],
         })
     }
 
@@ -277,21 +290,35 @@ impl Cache {
             rows: self.rows,
             draft_rows: self.draft_rows,
             next_position: self.next_position,
+            cache: self.id.clone(),
+            generation: self.generation,
         })
     }
 
-    /// Goes back to `mark`, which this cache made and whose rows it still holds.
+    /// Goes back to `mark`. Refuses, and changes nothing, when another cache made it (a fork is another cache), or when an earlier
+    /// restore went back to fewer rows: those after them may have been overwritten since.
     pub fn restore(&mut self, mark: &Mark) -> Result<()> {
-        let deltas = self
-            .layers
-            .iter()
-            .filter(|l| matches!(l, LayerCache::Delta(_)))
-            .count();
-        if mark.rows > self.rows || deltas != mark.deltas.len() {
+        if !Arc::ptr_eq(&mark.cache, &self.id) {
             return Err(Error::Cache(format!(
-                "the mark of {} rows is not of this cache of {} rows",
-                mark.rows, self.rows
+                "the mark of {} rows is not of this cache: restore the cache that made it",
+                mark.rows
             )));
+        }
+        let later = self.cuts.partition_point(|(at, _)| *at <= mark.generation);
+        match self.cuts.get(later) {
+            Some((_, left)) if *left < mark.rows => {
+                return Err(Error::Cache(format!(
+                    "the mark of {} rows is no longer good: the cache went back to {left} rows since",
+                    mark.rows
+                )));
+            }
+            _ => {}
+        }
+        if mark.rows < self.rows {
+            self.generation += 1;
+            let kept = self.cuts.partition_point(|(_, left)| *left < mark.rows);
+            self.cuts.truncate(kept);
+            self.cuts.push((self.generation, mark.rows));
         }
         let states = self.layers.iter_mut().filter_map(|l| match l {
             LayerCache::Delta(state) => Some(state),
@@ -326,6 +353,9 @@ impl Cache {
             next_position: self.next_position,
             depth: self.depth,
             failed: self.failed,
+            id: Arc::default(),
+            generation: 0,
+            cuts: vec![],
         })
     }
 
