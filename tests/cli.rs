@@ -108,10 +108,35 @@ fn errors_are_one_line_and_have_their_status() {
         (vec!["--mtp-depth", "99"], 2),
         (vec!["--temperature", "warm"], 2),
         (vec!["--no-such-flag"], 2),
+        (vec!["--top-p", "7"], 2),
     ] {
         let (status, out, err) = run(&args);
         assert_eq!(status, expected, "{args:?}: {err}");
         assert!(out.is_empty(), "{args:?}");
         assert_eq!(err.trim_end().lines().count(), 1, "{args:?}: {err}");
+        assert!(err.starts_with("error: "), "{args:?}: {err}");
     }
+}
+
+#[test]
+fn a_negative_number_is_a_value_out_of_range_and_no_unknown_flag() {
+    for flag in ["--temperature", "--top-p", "--top-k", "--min-p", "--seed"] {
+        let (status, _, err) = run(&[flag, "-1", "--prompt", "x"]);
+        assert_eq!(status, 2, "{flag}: {err}");
+        assert!(err.contains(&flag[2..]), "{flag}: {err}");
+        assert!(!err.contains("unexpected"), "{flag}: {err}");
+    }
+}
+
+#[test]
+fn an_error_says_a_cause_once() {
+    let (_, _, err) = run(&["--prompt-file", "/no/such/file"]);
+    assert_eq!(err.matches("No such file").count(), 1, "{err}");
+    let cause = candle_specprefill::Error::Io {
+        file: "weights".into(),
+        source: std::io::Error::other("the disk\nis gone"),
+    };
+    let mut err = vec![];
+    assert_eq!(common::report(&mut err, &cause.into()), 1);
+    assert_eq!(err, b"error: weights: the disk is gone\n");
 }

@@ -15,7 +15,7 @@ use clap::Parser;
 
 use super::commands::{self, HELP};
 use super::stream::stream;
-use super::{generate, read_messages, GenerateArgs, ModelArgs};
+use super::{complain, generate, read_messages, GenerateArgs, ModelArgs};
 
 /// A conversation in the terminal, or through a pipe, a message per line. Every turn goes on from the cache of those before;
 /// /help lists what can be typed beside messages.
@@ -72,25 +72,14 @@ where
         Ok(cli) => cli,
         Err(status) => return status,
     };
-    if let Err(error) = cli.generate.options().validate() {
-        let _ = writeln!(terminal.err, "error: {error} (see --help)");
-        return 2;
-    }
     match chat(&cli, terminal, interrupt) {
         Ok(()) => 0,
-        Err(error) => {
-            let _ = complain(terminal.err, &error);
-            1
-        }
+        Err(error) => super::report(terminal.err, &error),
     }
-}
-
-fn complain(err: &mut dyn Write, error: &anyhow::Error) -> std::io::Result<()> {
-    let text = format!("{error:#}").replace('\n', " ");
-    writeln!(err, "error: {text}")
 }
 
 fn chat(cli: &Cli, terminal: &mut Terminal, interrupt: &Interrupt) -> Result<()> {
+    cli.generate.options().validate()?;
     let pipeline = cli.model.load()?;
     let mut chat = Chat {
         talk: pipeline.conversation(),
@@ -115,7 +104,7 @@ fn chat(cli: &Cli, terminal: &mut Terminal, interrupt: &Interrupt) -> Result<()>
             Ok(true) => {}
             Ok(false) => break,
             // The conversation is as it was.
-            Err(error) => complain(terminal.err, &error)?,
+            Err(error) => complain(terminal.err, &error),
         }
     }
     Ok(())

@@ -50,20 +50,14 @@ where
         Ok(cli) => cli,
         Err(status) => return status,
     };
-    if let Err(error) = cli.generate.options().validate() {
-        let _ = writeln!(err, "error: {error} (see --help)");
-        return 2;
-    }
     match answer(&cli, out, err) {
         Ok(()) => 0,
-        Err(error) => {
-            let _ = writeln!(err, "error: {}", format!("{error:#}").replace('\n', " "));
-            1
-        }
+        Err(error) => super::report(err, &error),
     }
 }
 
 fn answer(cli: &Cli, out: &mut dyn Write, err: &mut dyn Write) -> Result<()> {
+    cli.generate.options().validate()?;
     let messages = cli.prompt.messages()?;
     let pipeline = cli.model.load()?;
     let options = &cli.generate.options_for(&pipeline);

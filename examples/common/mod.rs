@@ -3,42 +3,23 @@
 
 pub mod chat;
 pub mod commands;
+pub mod exit;
 pub mod generate;
 pub mod model;
 pub mod stream;
 
-use std::ffi::OsString;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use candle_specprefill::mtp::{Depth, Sampling};
 use candle_specprefill::pipeline::{GenerateOptions, Message, SpecPrefillPipeline};
 use candle_specprefill::specprefill::{Keep, Scoring};
-use clap::{Args, Parser};
+use clap::Args;
 use serde::Deserialize;
 
+#[allow(unused_imports)]
+pub use exit::{complain, parse, report};
 pub use model::{tiny, ModelArgs};
-
-/// Arguments, or the exit status after what there is to say about them.
-pub fn parse<C: Parser>(
-    args: impl IntoIterator<Item = impl Into<OsString> + Clone>,
-    out: &mut dyn Write,
-    err: &mut dyn Write,
-) -> std::result::Result<C, u8> {
-    C::try_parse_from(args).map_err(|error| {
-        if !error.use_stderr() {
-            let _ = write!(out, "{error}");
-            return 0;
-        }
-        // clap's first paragraph says what is wrong; the rest repeats the usage.
-        let text = error.to_string();
-        let lines = text.split("\n\n").next().unwrap_or(&text).lines();
-        let line = lines.map(str::trim).collect::<Vec<_>>().join(" ");
-        let _ = writeln!(err, "{line} (see --help)");
-        2
-    })
-}
 
 /// The prompt that is asked when none is given.
 pub const DEFAULT_PROMPT: &str = "prompts/needle_16k_00.json";
@@ -138,10 +119,10 @@ pub struct GenerateArgs {
     #[arg(long)]
     pub repetition_penalty: Option<f32>,
     /// Take this from logits of tokens that the text has
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0.0)]
     pub presence_penalty: f32,
     /// Take this from a token's logit as often as the text has it
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0.0)]
     pub frequency_penalty: f32,
     /// End the answer before this text; may be given several times
     #[arg(long, value_name = "TEXT")]
